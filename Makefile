@@ -1,0 +1,67 @@
+# Two commands: `make demo` (install, write a synthetic checkpoint, generate) and `make test` (everything CI checks).
+#
+#   PYTHON=/path/to/python   use that environment, which has a suitable torch already; it is never replaced
+#   HOST_PYTHON=python3.12   the interpreter that .venv is made from (default python3)
+#   TORCH_INDEX=URL          package index for torch alone, e.g. https://download.pytorch.org/whl/cpu
+#   TESTS="tests/cli -x"     what pytest runs; JOBS=2 worker processes
+
+HOST_PYTHON ?= python3
+JOBS ?= 2
+TESTS ?= tests
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+ifdef PYTHON
+  PY := $(PYTHON)
+  STATE := build/env-$(shell printf '%s' '$(PYTHON)' | cksum | cut -d' ' -f1)
+else
+  PY := .venv/bin/python
+  STATE := .venv/state
+endif
+PIP = $(PY) -m pip install -q
+INSTALLED_FROM := pyproject.toml setup.py constraints.txt
+
+.PHONY: demo test lint native clean
+.DELETE_ON_ERROR:
+
+demo: native
+	@$(PY) examples/demo.py
+
+test: $(STATE)/test-installed native lint
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) $(TESTS)
+
+lint: $(STATE)/test-installed
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command as run; run()'
+
+# Does nothing when the library is current; without a C++ compiler it says so, and the reference ops run.
+native: $(STATE)/installed
+	@-$(PY) deepinfer/ops/native/build.py > /dev/null
+
+clean:
+	rm -rf .venv build dist *.egg-info deepinfer/ops/native/*.so
+
+ifdef PYTHON
+$(STATE)/torch: tools/pin_torch.py pyproject.toml
+	@mkdir -p $(STATE)
+	@$(PY) tools/pin_torch.py > $@
+CONSTRAINTS = $(STATE)/torch
+else
+$(STATE)/torch: constraints.txt
+	@$(HOST_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: DeepInfer needs Python 3.11 or later; HOST_PYTHON=... names another")'
+	@echo "Making .venv and installing torch (once; a few hundred MB)"
+	@test -x $(PY) || $(HOST_PYTHON) -m venv .venv
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
+	@mkdir -p $(STATE) && touch $@
+CONSTRAINTS = constraints.txt
+endif
+
+# --no-build-isolation: the C++ ops are built against the torch of this environment, no other one is downloaded.
+$(STATE)/installed: $(STATE)/torch $(INSTALLED_FROM)
+	@$(PIP) -c $(CONSTRAINTS) 'setuptools>=77'
+	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e .
+	@touch $@
+
+$(STATE)/test-installed: $(STATE)/installed
+	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[test]'
+	@touch $@

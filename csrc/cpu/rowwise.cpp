@@ -1,0 +1,255 @@
+// Norms, RoPE, hyper-connections, Engram gate: small ops on rows (deepinfer/ops/hyper.py, engram.py).
+//
+// Where the reference is a chain of separate multiplies and adds, so is this (no fma): the bits agree.
+#include "gemm.h"
+
+namespace DI_ISA {
+namespace {
+
+template <class T>
+float sum_squares(const T* x, i64 n) {
+  vf s = splat(0.0f);
+  for (i64 j = 0; j < n; j += 16) {
+    vf v = load_from(x, j, n);
+    s = fma(v, v, s);
+  }
+  return sum(s);
+}
+
+float inverse_rms(float squares, i64 n, float eps) { return 1.0f / __builtin_sqrtf(squares / float(n) + eps); }
+
+// Calls f with a pointer of the tensor's element type.
+template <class F>
+void typed(const Tensor& t, F&& f) {
+  if (t.is(Type::bf16)) f(t.data<bf16>());
+  else f(t.data<float>());
+}
+
+Tensor rms_norm(Tensor& x, Tensor& weight, double eps) {
+  check(is_float(x) && is_float(weight) && x.dim() >= 1 && weight.numel() == x.size(-1), "rms_norm: x [..., H] and weight [H] must be bf16 or float32");
+  i64 h = x.size(-1), m = x.rows(), stride = x.row_stride();
+  weight.contiguous();
+  Tensor y = Tensor::like(x);
+  typed(x, [&](auto* in) {
+    typed(weight, [&](auto* w) {
+      auto* out = y.data<std::remove_pointer_t<decltype(in)>>();
+      parallel(m, 0.2 * double(h), [&](i64 begin, i64 end) {
+        for (i64 i = begin; i < end; i++) {
+          auto* row = in + i * stride;
+          vf r = splat(inverse_rms(sum_squares(row, h), h, float(eps)));
+          for (i64 j = 0; j < h; j += 16) store_to(out + i * h, j, h, load_from(row, j, h) * r * load_from(w, j, h));
+        }
+      });
+    });
+  });
+  return y;
+}
+
+DI_INLINE float as_float(bf16 v) { return bits_to_float(uint32_t(v) << 16); }
+DI_INLINE float as_float(float v) { return v; }
+DI_INLINE void put(bf16* p, float v) {
+  uint32_t u = float_to_bits(v);
+  *p = v != v ? 0x7fc0 : bf16((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+DI_INLINE void put(float* p, float v) { *p = v; }
+
+Tensor rope(Tensor& x, Tensor& cos, Tensor& sin, bool inverse) {
+  check(is_float(x) && (x.dim() == 2 || x.dim() == 3), "rope: x must be bf16 or float32 [T, D] or [T, h, D]");
+  i64 t = x.size(0), heads = x.dim() == 3 ? x.size(1) : 1, d = x.size(-1);
+  check(cos.is(Type::f32) && sin.is(Type::f32) && cos.dim() == 2 && sin.dim() == 2 && cos.size(0) == t && sin.size(0) == t &&
+            cos.size(1) == sin.size(1) && 2 * cos.size(1) <= d, "rope: cos and sin must be float32 [T, R] with 2R <= D");
+  i64 r = cos.size(1), keep = d - 2 * r, stride = x.row_stride();
+  const float *c = cos.contiguous().data<float>(), *s = sin.contiguous().data<float>();
+  float sign = inverse ? -1.0f : 1.0f;
+  Tensor y = Tensor::like(x);
+  typed(x, [&](auto* in) {
+    auto* out = y.data<std::remove_pointer_t<decltype(in)>>();
+    parallel(t * heads, 0.1 * double(keep) + 1.0 * double(r), [&](i64 begin, i64 end) {
+      for (i64 i = begin; i < end; i++) {
+        auto *a = in + i * stride, *b = out + i * d;
+        const float *ci = c + i / heads * r, *si = s + i / heads * r;
+        std::memcpy(b, a, size_t(keep) * sizeof(*a));
+        for (i64 j = 0; j < r; j++) {
+          float u = as_float(a[keep + 2 * j]), v = as_float(a[keep + 2 * j + 1]), sn = sign * si[j];
+          put(b + keep + 2 * j, u * ci[j] - v * sn);
+          put(b + keep + 2 * j + 1, u * sn + v * ci[j]);
+        }
+      }
+    });
+  });
+  return y;
+}
+
+// Sinkhorn for 16 rows at once: lanes = rows, one vector per matrix element.
+template <int C>
+void sinkhorn(vf (&m)[C][C], i64 iters, float eps) {
+  vf e = splat(eps);
+  for (int i = 0; i < C; i++) {  // softmax of each row
+    vf top = m[i][0], total = splat(0.0f);
+    for (int j = 1; j < C; j++) top = max(m[i][j], top);
+    for (int j = 0; j < C; j++) m[i][j] = exp(m[i][j] - top), total = total + m[i][j];
+    for (int j = 0; j < C; j++) m[i][j] = m[i][j] / total + e;
+  }
+  auto columns = [&] {
+    for (int j = 0; j < C; j++) {
+      vf total = m[0][j];
+      for (int i = 1; i < C; i++) total = total + m[i][j];
+      vf f = splat(1.0f) / (total + e);
+      for (int i = 0; i < C; i++) m[i][j] = m[i][j] * f;
+    }
+  };
+  columns();
+  for (i64 k = 1; k < iters; k++) {
+    for (int i = 0; i < C; i++) {
+      vf total = m[i][0];
+      for (int j = 1; j < C; j++) total = total + m[i][j];
+      vf f = splat(1.0f) / (total + e);
+      for (int j = 0; j < C; j++) m[i][j] = m[i][j] * f;
+    }
+    columns();
+  }
+}
+
+constexpr int kStreams = 4;
+
+std::tuple<Tensor, Tensor, Tensor> hc_mix(Tensor& streams, Tensor& fn, Tensor& base, Tensor& scale, i64 iters, double hc_eps, double eps) {
+  constexpr i64 C = kStreams, N = C * (C + 2);
+  check(is_float(streams) && streams.dim() == 3 && streams.size(1) == C, "hc_mix: streams must be bf16 or float32 [T, 4, H]");
+  i64 m = streams.size(0), k = C * streams.size(2), mp = round_up(m, 16);
+  check(fn.is(Type::f32) && fn.dim() == 2 && fn.size(0) == N && fn.size(1) == k && base.is(Type::f32) && base.numel() == N &&
+            scale.is(Type::f32) && scale.numel() == 3, "hc_mix: fn must be float32 [24, 4*H], base [24], scale [3]");
+  const float *b = base.contiguous().data<float>(), *sc = scale.contiguous().data<float>();
+  streams.contiguous();
+  fn.contiguous();
+  Tensor pre = Tensor::empty({m, C}, Type::f32), post = Tensor::empty({m, C}, Type::f32), comb = Tensor::empty({m, C, C}, Type::f32);
+  Rows r = float_rows(kX, m, k);
+  float* mix = scratch<float>(kOut, N * mp);  // [24][rows]: the lanes of what follows are rows
+  parallel(m, 0.1 * double(k), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; i++) typed(streams, [&](auto* in) { widen(in + i * k, k, r.p + i * r.ld); });
+  });
+  auto keep = [&](i64 i, i64 n0, vf v) {
+    alignas(64) float t[16];
+    store(t, v);
+    for (i64 n = n0; n < std::min(n0 + 16, N); n++) mix[n * mp + i] = t[n - n0];
+  };
+  if (k % kBlock == 0) gemm(r.p, r.ld, m, F32Rows{fn.data<float>(), k}, N, k / kBlock, keep);
+  else gemm(r.p, r.ld, m, PlainRows<float>{fn.data<float>(), k, k}, N, r.ld / kBlock, keep);
+  for (i64 n = 0; n < N; n++)
+    for (i64 i = m; i < mp; i++) mix[n * mp + i] = 0;
+  parallel(mp / 16, 500 + 1.6 * double(k), [&](i64 begin, i64 end) {
+    for (i64 g = begin; g < end; g++) {
+      i64 i0 = g * 16, rows = std::min<i64>(16, m - i0);
+      alignas(64) float rms[16] = {}, t[N][16];
+      for (i64 i = 0; i < rows; i++) rms[i] = inverse_rms(sum_squares(r.p + (i0 + i) * r.ld, k), k, float(eps));
+      vf f = load(rms), one = splat(float(hc_eps)), s[3] = {splat(sc[0]), splat(sc[1]), splat(sc[2])};
+      auto value = [&](i64 n) { return load(mix + n * mp + i0) * f * s[std::min<i64>(n / C, 2)] + splat(b[n]); };
+      for (i64 j = 0; j < C; j++) store(t[j], sigmoid(value(j)) + one);
+      for (i64 j = 0; j < C; j++) store(t[C + j], splat(2.0f) * sigmoid(value(C + j)));
+      vf mat[C][C];
+      for (i64 a = 0; a < C; a++)
+        for (i64 j = 0; j < C; j++) mat[a][j] = value(2 * C + a * C + j);
+      sinkhorn<C>(mat, iters, float(hc_eps));
+      for (i64 a = 0; a < C; a++)
+        for (i64 j = 0; j < C; j++) store(t[2 * C + a * C + j], mat[a][j]);
+      for (i64 i = 0; i < rows; i++) {
+        for (i64 j = 0; j < C; j++) pre.data<float>()[(i0 + i) * C + j] = t[j][i], post.data<float>()[(i0 + i) * C + j] = t[C + j][i];
+        for (i64 j = 0; j < C * C; j++) comb.data<float>()[(i0 + i) * C * C + j] = t[2 * C + j][i];
+      }
+    }
+  });
+  return {std::move(pre), std::move(post), std::move(comb)};
+}
+
+Tensor hc_collapse(Tensor& streams, Tensor& pre) {
+  check(is_float(streams) && streams.dim() == 3 && pre.is(Type::f32) && pre.dim() == 2 && pre.size(0) == streams.size(0) &&
+            pre.size(1) == streams.size(1), "hc_collapse: streams must be bf16 or float32 [T, C, H], pre float32 [T, C]");
+  i64 m = streams.size(0), c = streams.size(1), h = streams.size(2);
+  streams.contiguous();
+  const float* p = pre.contiguous().data<float>();
+  Tensor y = Tensor::empty({m, h}, streams.type());
+  typed(streams, [&](auto* in) {
+    auto* out = y.data<std::remove_pointer_t<decltype(in)>>();
+    parallel(m, 0.1 * double(c * h), [&](i64 begin, i64 end) {
+      for (i64 i = begin; i < end; i++)
+        for (i64 j = 0; j < h; j += 16) {
+          vf s = splat(p[i * c]) * load_from(in + i * c * h, j, h);
+          for (i64 k = 1; k < c; k++) s = s + splat(p[i * c + k]) * load_from(in + (i * c + k) * h, j, h);
+          store_to(out + i * h, j, h, s);
+        }
+    });
+  });
+  return y;
+}
+
+Tensor hc_write(Tensor& y, Tensor& streams, Tensor& post, Tensor& comb) {
+  check(is_float(streams) && streams.dim() == 3 && is_float(y) && y.dim() == 2, "hc_write: y [T, H] and streams [T, C, H] must be bf16 or float32");
+  i64 m = streams.size(0), c = streams.size(1), h = streams.size(2);
+  check(y.size(0) == m && y.size(1) == h && post.is(Type::f32) && post.numel() == m * c && comb.is(Type::f32) && comb.numel() == m * c * c,
+        "hc_write: post must be float32 [T, C] and comb [T, C, C]");
+  streams.contiguous();
+  const float *po = post.contiguous().data<float>(), *co = comb.contiguous().data<float>();
+  i64 stride = y.row_stride();
+  Tensor z = Tensor::like(streams);
+  typed(streams, [&](auto* in) {
+    typed(y, [&](auto* add) {
+      auto* out = z.data<std::remove_pointer_t<decltype(in)>>();
+      parallel(m, 0.1 * double(c * (c + 1) * h), [&](i64 begin, i64 end) {
+        for (i64 i = begin; i < end; i++)
+          for (i64 j = 0; j < h; j += 16) {
+            vf v = load_from(add + i * stride, j, h);
+            for (i64 a = 0; a < c; a++) {
+              vf s = splat(po[i * c + a]) * v;
+              for (i64 k = 0; k < c; k++) s = s + splat(co[(i * c + k) * c + a]) * load_from(in + (i * c + k) * h, j, h);
+              store_to(out + (i * c + a) * h, j, h, s);
+            }
+          }
+      });
+    });
+  });
+  return z;
+}
+
+Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weight, Tensor& is_image, double eps) {
+  check(is_float(streams) && streams.dim() == 3 && is_float(kv) && kv.dim() == 2, "engram_gate: streams [T, C, H] and kv [T, (C+1)*H] must be bf16 or float32");
+  i64 m = streams.size(0), c = streams.size(1), h = streams.size(2);
+  check(kv.size(0) == m && kv.size(1) == (c + 1) * h && is_float(q_weight) && q_weight.numel() == c * h && k_weight.type() == q_weight.type() &&
+            k_weight.numel() == c * h && is_image.is(Type::boolean) && is_image.numel() == m,
+        "engram_gate: kv must be [T, (C+1)*H], weights [C, H] of one dtype, is_image bool [T]");
+  streams.contiguous();
+  q_weight.contiguous();
+  k_weight.contiguous();
+  const bool* image = is_image.contiguous().data<bool>();
+  i64 stride = kv.row_stride();
+  Tensor z = Tensor::like(streams);
+  auto run = [&](auto* in, auto* key, auto* qw, auto* kw) {
+    auto* out = z.data<std::remove_pointer_t<decltype(in)>>();
+    parallel(m, 0.3 * double(c * h), [&](i64 begin, i64 end) {
+      for (i64 i = begin; i < end; i++)
+        for (i64 a = 0; a < c; a++) {
+          auto *r = in + (i * c + a) * h, *q = qw + a * h, *w = kw + a * h;
+          auto *k = key + i * stride + a * h, *v = key + i * stride + c * h;
+          vf rr = splat(0.0f), kk = rr, rk = rr;
+          for (i64 j = 0; j < h; j += 16) {
+            vf x = load_from(r, j, h), y = load_from(k, j, h);
+            rr = fma(x, x, rr), kk = fma(y, y, kk);
+            rk = fma(x * (load_from(q, j, h) * load_from(w, j, h)), y, rk);
+          }
+          float norm = inverse_rms(sum(rr), h, float(eps)) * inverse_rms(sum(kk), h, float(eps));
+          float dot = sum(rk) * norm * float(1.0 / __builtin_sqrt(double(h)));
+          float mag = __builtin_fabsf(dot), root = __builtin_copysignf(__builtin_sqrtf(mag > 1e-6f ? mag : 1e-6f), dot);
+          vf gate = image[i] ? splat(0.0f) : sigmoid(splat(root));
+          for (i64 j = 0; j < h; j += 16) store_to(out + (i * c + a) * h, j, h, load_from(r, j, h) + gate * load_from(v, j, h));
+        }
+    });
+  };
+  typed(streams, [&](auto* in) {
+    typed(kv, [&](auto* key) { typed(q_weight, [&](auto* qw) { run(in, key, qw, k_weight.data<std::remove_pointer_t<decltype(qw)>>()); }); });
+  });
+  return z;
+}
+
+}  // namespace
+
+const Entry rowwise_ops[] = {DI_OP(rms_norm), DI_OP(rope), DI_OP(hc_mix), DI_OP(hc_collapse), DI_OP(hc_write), DI_OP(engram_gate), DI_OPS_END};
+
+}  // namespace DI_ISA

@@ -1,0 +1,375 @@
+// Sixteen-lane vectors, number formats and small functions; bits are the same on every instruction set.
+//
+// Belongs here: arithmetic that all families share. Does not belong here: memory, tensors (common.h), loops (gemm.h).
+//
+// A vector always has 16 lanes, made of one, two or four registers. Sums over lanes add lane i and i+8, then i+4, i+2, i+1.
+// `fma` is fused everywhere (AVX2 builds require FMA) and the compiler may not fuse on its own (-ffp-contract=off); so
+// AVX-512, AVX2 and other builds agree bit for bit, which a recorded result or a mixed cluster can rely on.
+#pragma once
+
+#include "common.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace DI_ISA {
+
+#if defined(__AVX512F__)
+constexpr int V = 16;  // floats of a register
+#elif defined(__AVX2__)
+constexpr int V = 8;
+#else
+constexpr int V = 4;
+#endif
+constexpr int kParts = 16 / V;
+
+typedef float nf __attribute__((vector_size(4 * V)));
+typedef int32_t ni __attribute__((vector_size(4 * V)));
+typedef float f4 __attribute__((vector_size(16)));
+typedef float f8 __attribute__((vector_size(32)));
+
+struct vf {
+  nf p[kParts];
+};
+struct vi {
+  ni p[kParts];
+};
+
+#define DI_PARTS _Pragma("GCC unroll 4") for (int i = 0; i < kParts; i++)
+#define DI_BINARY(R, T, op)             \
+  DI_INLINE R operator op(T a, T b) {   \
+    R r;                                \
+    DI_PARTS r.p[i] = a.p[i] op b.p[i]; \
+    return r;                           \
+  }
+DI_BINARY(vf, vf, +) DI_BINARY(vf, vf, -) DI_BINARY(vf, vf, *) DI_BINARY(vf, vf, /)
+DI_BINARY(vi, vf, <) DI_BINARY(vi, vf, >) DI_BINARY(vi, vf, >=) DI_BINARY(vi, vf, ==) DI_BINARY(vi, vf, !=)
+DI_BINARY(vi, vi, +) DI_BINARY(vi, vi, -) DI_BINARY(vi, vi, &) DI_BINARY(vi, vi, |) DI_BINARY(vi, vi, >)
+#undef DI_BINARY
+
+DI_INLINE vf splat(float x) {
+  vf r;
+  DI_PARTS r.p[i] = x - nf{};
+  return r;
+}
+DI_INLINE vi isplat(int32_t x) {
+  vi r;
+  DI_PARTS r.p[i] = x - ni{};
+  return r;
+}
+DI_INLINE vi iota() {
+  static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vi r;
+  __builtin_memcpy(&r, lanes, 64);
+  return r;
+}
+DI_INLINE vi shl(vi a, int n) {
+  DI_PARTS a.p[i] = a.p[i] << n;
+  return a;
+}
+DI_INLINE vi sar(vi a, int n) {
+  DI_PARTS a.p[i] = a.p[i] >> n;
+  return a;
+}
+DI_INLINE vi bits(vf a) {
+  vi r;
+  DI_PARTS r.p[i] = (ni)a.p[i];
+  return r;
+}
+DI_INLINE vf as_float(vi a) {
+  vf r;
+  DI_PARTS r.p[i] = (nf)a.p[i];
+  return r;
+}
+DI_INLINE vf to_float(vi a) {
+  vf r;
+  DI_PARTS r.p[i] = __builtin_convertvector(a.p[i], nf);
+  return r;
+}
+DI_INLINE vf select(vi m, vf a, vf b) {
+  DI_PARTS a.p[i] = m.p[i] ? a.p[i] : b.p[i];
+  return a;
+}
+DI_INLINE vi select(vi m, vi a, vi b) {
+  DI_PARTS a.p[i] = m.p[i] ? a.p[i] : b.p[i];
+  return a;
+}
+DI_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }  // b where a is NaN
+DI_INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
+DI_INLINE vf abs(vf a) { return as_float(bits(a) & isplat(0x7fffffff)); }
+
+DI_INLINE vf fma(vf a, vf b, vf c) {
+  DI_PARTS {
+#if defined(__AVX512F__)
+    c.p[i] = (nf)_mm512_fmadd_ps((__m512)a.p[i], (__m512)b.p[i], (__m512)c.p[i]);
+#elif defined(__AVX2__)
+    c.p[i] = (nf)_mm256_fmadd_ps((__m256)a.p[i], (__m256)b.p[i], (__m256)c.p[i]);
+#elif defined(__aarch64__)
+    c.p[i] = (nf)vfmaq_f32((float32x4_t)c.p[i], (float32x4_t)a.p[i], (float32x4_t)b.p[i]);
+#else
+    for (int l = 0; l < V; l++) c.p[i][l] = __builtin_fmaf(a.p[i][l], b.p[i][l], c.p[i][l]);
+#endif
+  }
+  return c;
+}
+
+DI_INLINE vf sqrt(vf a) {
+  DI_PARTS {
+#if defined(__AVX512F__)
+    a.p[i] = (nf)_mm512_sqrt_ps((__m512)a.p[i]);
+#elif defined(__AVX2__)
+    a.p[i] = (nf)_mm256_sqrt_ps((__m256)a.p[i]);
+#else
+    for (int l = 0; l < V; l++) a.p[i][l] = __builtin_sqrtf(a.p[i][l]);
+#endif
+  }
+  return a;
+}
+
+DI_INLINE vf load(const float* p) {
+  vf r;
+  __builtin_memcpy(&r, p, 64);
+  return r;
+}
+DI_INLINE void store(float* p, vf a) { __builtin_memcpy(p, &a, 64); }
+DI_INLINE float bits_to_float(uint32_t u) {
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+DI_INLINE uint32_t float_to_bits(float f) {
+  uint32_t u;
+  __builtin_memcpy(&u, &f, 4);
+  return u;
+}
+
+// ---- sums over lanes -----------------------------------------------------------------------------------------------
+
+DI_INLINE f4 fold(vf a) {  // 16 -> 4 lanes
+#if defined(__AVX512F__)
+  f8 h = __builtin_shufflevector(a.p[0], a.p[0], 0, 1, 2, 3, 4, 5, 6, 7) +
+         __builtin_shufflevector(a.p[0], a.p[0], 8, 9, 10, 11, 12, 13, 14, 15);
+  return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+#elif defined(__AVX2__)
+  f8 h = a.p[0] + a.p[1];
+  return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+#else
+  return (a.p[0] + a.p[2]) + (a.p[1] + a.p[3]);
+#endif
+}
+// Lane sums of four vectors at once: a third of the shuffles of four separate sums, the same bits.
+DI_INLINE f4 sum4(vf a, vf b, vf c, vf d) {
+  f4 p = fold(a), q = fold(b), r = fold(c), s = fold(d);
+  f4 t = __builtin_shufflevector(p, q, 0, 1, 4, 5) + __builtin_shufflevector(p, q, 2, 3, 6, 7);
+  f4 u = __builtin_shufflevector(r, s, 0, 1, 4, 5) + __builtin_shufflevector(r, s, 2, 3, 6, 7);
+  return __builtin_shufflevector(t, u, 0, 2, 4, 6) + __builtin_shufflevector(t, u, 1, 3, 5, 7);
+}
+DI_INLINE float sum(vf a) {
+  f4 t = fold(a);
+  return (t[0] + t[2]) + (t[1] + t[3]);
+}
+DI_INLINE float max_lane(vf a) {
+  float tmp[16], m[8];
+  store(tmp, a);
+  for (int i = 0; i < 8; i++) m[i] = tmp[i] > tmp[i + 8] ? tmp[i] : tmp[i + 8];
+  for (int w = 4; w; w /= 2)
+    for (int i = 0; i < w; i++) m[i] = m[i] > m[i + w] ? m[i] : m[i + w];
+  return m[0];
+}
+
+// ---- narrow loads and stores ---------------------------------------------------------------------------------------
+
+DI_INLINE vi load_u8(const u8* p) {
+  typedef u8 nb __attribute__((vector_size(V)));
+  vi r;
+  DI_PARTS {
+    nb b;
+    __builtin_memcpy(&b, p + i * V, V);
+    r.p[i] = __builtin_convertvector(b, ni);
+  }
+  return r;
+}
+DI_INLINE vf load(const bf16* p) {
+  typedef uint16_t nh __attribute__((vector_size(2 * V)));
+  vi r;
+  DI_PARTS {
+    nh h;
+    __builtin_memcpy(&h, p + i * V, 2 * V);
+    r.p[i] = __builtin_convertvector(h, ni) << 16;
+  }
+  return as_float(r);
+}
+DI_INLINE vi round_bf16_bits(vf a) {  // nearest even; NaN stays NaN; result in the upper half
+  vi u = bits(a);
+  vi r = u + isplat(0x7fff) + (sar(u, 16) & isplat(1));
+  return select(a != a, isplat(0x7fc00000), r & isplat(int32_t(0xffff0000)));
+}
+DI_INLINE vf round_bf16(vf a) { return as_float(round_bf16_bits(a)); }
+DI_INLINE void store(bf16* p, vf a) {
+  typedef uint16_t nh __attribute__((vector_size(2 * V)));
+  typedef uint32_t nu __attribute__((vector_size(4 * V)));
+  vi r = round_bf16_bits(a);
+  DI_PARTS {
+    nh h = __builtin_convertvector((nu)r.p[i] >> 16, nh);
+    __builtin_memcpy(p + i * V, &h, 2 * V);
+  }
+}
+DI_INLINE void store_u8(u8* p, vi a) {
+  typedef u8 nb __attribute__((vector_size(V)));
+  DI_PARTS {
+    nb b = __builtin_convertvector(a.p[i], nb);
+    __builtin_memcpy(p + i * V, &b, V);
+  }
+}
+// First n < 16 lanes.
+template <class T>
+DI_INLINE vf load_part(const T* p, int n) {
+  T tmp[16] = {};
+  __builtin_memcpy(tmp, p, n * sizeof(T));
+  return load(tmp);
+}
+template <class T>
+DI_INLINE void store_part(T* p, vf a, int n) {
+  T tmp[16];
+  store(tmp, a);
+  __builtin_memcpy(p, tmp, n * sizeof(T));
+}
+// store of the lanes below n - i of a row of n.
+template <class T>
+DI_INLINE void store_to(T* row, i64 i, i64 n, vf a) {
+  if (i + 16 <= n) store(row + i, a);
+  else store_part(row + i, a, int(n - i));
+}
+template <class T>
+DI_INLINE vf load_from(const T* row, i64 i, i64 n) {
+  return i + 16 <= n ? load(row + i) : load_part(row + i, int(n - i));
+}
+
+// ---- formats (spec/model.md section 4) -----------------------------------------------------------------------------
+
+DI_INLINE float e8m0(u8 c) { return bits_to_float(c ? uint32_t(c) << 23 : 1u << 22); }
+DI_INLINE float e8m0_inverse(u8 c) { return bits_to_float(c < 254 ? uint32_t(254 - c) << 23 : 1u << 22); }  // c = 1..254
+DI_INLINE u8 e8m0_ceil(float x) {
+  uint32_t u = float_to_bits(x);
+  return u8((u >> 23) + ((u & 0x7fffff) != 0));
+}
+
+// 16 e4m3 codes times 2^-8: a float16 with the same bits has a bias of 15 instead of 7. The caller's scale absorbs it.
+DI_INLINE vf e4m3_256th(const u8* p) {
+#if defined(__AVX512F__)
+  __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  return {{(nf)_mm512_cvtph_ps(_mm256_and_si256(h, _mm256_set1_epi16(int16_t(0xbfff))))}};
+#elif defined(__AVX2__)
+  __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  h = _mm256_and_si256(h, _mm256_set1_epi16(int16_t(0xbfff)));
+  return {{(nf)_mm256_cvtph_ps(_mm256_castsi256_si128(h)), (nf)_mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))}};
+#else
+  vi c = load_u8(p);
+  vf f = as_float(shl(c & isplat(0x7f), 20) | shl(c & isplat(0x80), 24));
+  return f * splat(0x1p112f);
+#endif
+}
+// 16 e4m3 codes times `scale`, NaN codes included (activations and records; stored weights have none).
+DI_INLINE vf e4m3(const u8* p, float scale) {
+  vi nan = (load_u8(p) & isplat(0x7f)) > isplat(0x7e);
+  return select(nan, splat(__builtin_nanf("")), e4m3_256th(p) * splat(scale * 256.0f));
+}
+DI_INLINE float e4m3_value(u8 c) {  // one code, as a scale
+  float m = c & 0x78 ? bits_to_float((uint32_t(c & 0x7f) << 20) + (120u << 23)) : float(c & 7) * 0x1p-9f;
+  return (c & 0x7f) == 0x7f ? __builtin_nanf("") : c & 0x80 ? -m : m;
+}
+// Nearest-even e4m3 codes of |x| <= 448.
+DI_INLINE vi e4m3_code(vf x) {
+  vi u = bits(abs(x));
+  vi normal = sar(u + isplat(0x7ffff) + (sar(u, 20) & isplat(1)), 20) - isplat(120 << 3);
+  vi small = bits(abs(x) + splat(16384.0f)) - bits(splat(16384.0f));  // one ulp of 2^14 is 2^-9, the subnormal step
+  vi code = select(abs(x) < splat(0x1p-6f), small, normal);
+  code = select(x != x, isplat(0x7f), code);
+  return code | (sar(bits(x), 24) & isplat(0x80));
+}
+DI_INLINE vf clamp448(vf x) { return select(x > splat(448.0f), splat(448.0f), select(x < splat(-448.0f), splat(-448.0f), x)); }
+
+// 32 packed e2m1 codes times `scale`: the 16 even columns, then the 16 odd ones (nobody needs them interleaved).
+DI_INLINE void e2m1(const u8* p, float scale, vf& even, vf& odd) {
+  vi c = load_u8(p);
+#if defined(__AVX512F__)
+  const __m512 values = _mm512_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f);
+  __m512 table = _mm512_mul_ps(values, _mm512_set1_ps(scale));
+  even.p[0] = (nf)_mm512_permutexvar_ps((__m512i)c.p[0], table);
+  odd.p[0] = (nf)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)c.p[0], 4), table);
+#elif defined(__AVX2__)
+  __m256 table = _mm256_mul_ps(_mm256_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f), _mm256_set1_ps(scale));
+  DI_PARTS {
+    ni s = (c.p[i] & 8) << 28, t = (c.p[i] & 0x80) << 24;
+    even.p[i] = (nf)((ni)_mm256_permutevar8x32_ps(table, (__m256i)c.p[i]) ^ s);
+    odd.p[i] = (nf)((ni)_mm256_permutevar8x32_ps(table, (__m256i)(c.p[i] >> 4)) ^ t);
+  }
+#else
+  vf s = splat(scale), up = splat(0x1p126f);
+  even = as_float(shl(c & isplat(7), 22) | shl(c & isplat(8), 28)) * up * s;
+  odd = as_float(shl(c & isplat(0x70), 18) | shl(c & isplat(0x80), 24)) * up * s;
+#endif
+}
+// Nearest-even saturating e2m1 codes.
+DI_INLINE vi e2m1_code(vf x) {
+  vf a = abs(x);
+  vi below = (a > splat(0.25f)) + (a >= splat(0.75f)) + (a > splat(1.25f)) + (a >= splat(1.75f));
+  below = below + (a > splat(2.5f)) + (a >= splat(3.5f)) + (a > splat(5.0f));  // each true is -1
+  return (isplat(0) - below) | (sar(bits(x), 28) & isplat(8));
+}
+
+// ---- functions -----------------------------------------------------------------------------------------------------
+
+// e^x, relative error below 2e-7; 0 below -87.3.
+DI_INLINE vf exp(vf x) {
+  vf y = min(x, splat(88.3f));
+  y = select(x != x, x, y);
+  const vf magic = splat(12582912.0f);
+  vf t = fma(y, splat(1.44269504f), magic);
+  vi n = bits(t) - bits(magic);
+  vf k = t - magic;
+  vf r = fma(k, splat(-0.693145752f), y);
+  r = fma(k, splat(-1.42860677e-6f), r);
+  vf p = fma(splat(1.38888889e-3f), r, splat(8.33333333e-3f));
+  p = fma(p, r, splat(4.16666667e-2f));
+  p = fma(p, r, splat(1.66666667e-1f));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
+  p = p * as_float(shl(n + isplat(127), 23));
+  return select(x < splat(-87.3f), splat(0.0f), p);
+}
+DI_INLINE vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
+DI_INLINE float exp(float x) { return exp(splat(x)).p[0][0]; }
+
+// log x for normal x >= 1, relative error below 2e-7 (absolute near 1).
+DI_INLINE vf log(vf x) {
+  vi u = bits(x) - isplat(0x3f3504f3);  // mantissa into [sqrt(1/2), sqrt(2))
+  vf e = to_float(sar(u, 23));
+  vf m = as_float((u & isplat(0x7fffff)) + isplat(0x3f3504f3));
+  vf f = m - splat(1.0f), s = f / (splat(2.0f) + f), z = s * s;
+  vf p = fma(splat(0.24279079f), z, splat(0.28498787f));
+  p = fma(p, z, splat(0.40000972f));
+  p = fma(p, z, splat(0.66666663f));
+  vf h = splat(0.5f) * f * f;
+  return fma(e, splat(0.693147181f), s * fma(p, z, h) - h + f);
+}
+// log(1 + e^x) as torch computes it: x above 20.
+DI_INLINE vf softplus(vf x) {
+  vf t = exp(x), u = splat(1.0f) + t;
+  vf y = log(u) + (t - (u - splat(1.0f))) / u;
+  return select(x > splat(20.0f), x, y);
+}
+
+// silu(min(g, limit)) * clamp(u, -limit, limit)
+DI_INLINE vf silu_mul(vf g, vf u, float limit) {
+  vf l = splat(limit), m = splat(-limit);
+  g = select(g > l, l, g);
+  u = select(u > l, l, select(u < m, m, u));
+  return g * sigmoid(g) * u;
+}
+
+}  // namespace DI_ISA
