@@ -44,7 +44,7 @@ clean:
 ifdef PYTHON
 $(STATE)/torch: tools/pin_torch.py pyproject.toml
 	@mkdir -p $(STATE)
-	@$(PY) tools/pin_torch.py > $@
+	@$(PY) -m tools.pin_torch > $@
 CONSTRAINTS = $(STATE)/torch
 else
 $(STATE)/torch: constraints.txt

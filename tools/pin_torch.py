@@ -1,7 +1,7 @@
-"""Prints `torch==<installed version>` for a constraints file, so that pip keeps the torch of the environment.
+"""Prints `torch==<installed version>`, a constraint that makes pip keep the torch of an environment.
 
-Used by `make PYTHON=...`. Exits with one line when that environment has no torch, or one outside
-pyproject.toml's range.
+Used by `make PYTHON=...` as `python -m tools.pin_torch`. Exits with one line when that environment has no
+torch, or one outside the range of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from deepinfer.doctor import satisfies
+
 
 def main() -> None:
     project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
@@ -19,9 +21,7 @@ def main() -> None:
         found = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         sys.exit(f"make: {sys.executable} has no torch; install {wanted} there, or leave PYTHON= out")
-    low, high = (bound.strip("torch<>=") for bound in wanted.split(","))
-    version = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    if not tuple(map(int, low.split("."))) <= version < tuple(map(int, high.split("."))):
+    if not satisfies(found, wanted.removeprefix("torch")):
         sys.exit(f"make: {sys.executable} has torch {found}; DeepInfer needs {wanted} and never replaces it")
     print(f"torch=={found}")
 

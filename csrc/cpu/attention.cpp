@@ -35,13 +35,11 @@ void read_latent(const u8* rec, bool packed, i64 dim, float* out) {
   if (!packed) return void(std::memcpy(out, rec, size_t(dim) * sizeof(float)));
   const u8* scales = rec + dim / 2;
   for (i64 b = 0; b < dim / 32; b++) {
-    vf even, odd;
+    vf lo, hi, even, odd;
     e2m1(rec + b * 16, 1.0f, even, odd);
-    alignas(64) float e[16], o[16];
-    store(e, even);
-    store(o, odd);
-    float s[2] = {e4m3_value(scales[2 * b]), e4m3_value(scales[2 * b + 1])};
-    for (int i = 0; i < 16; i++) out[b * 32 + 2 * i] = e[i] * s[i / 8], out[b * 32 + 2 * i + 1] = o[i] * s[i / 8];
+    interleave(even, odd, lo, hi);
+    store(out + b * 32, lo * splat(e4m3_value(scales[2 * b])));
+    store(out + b * 32 + 16, hi * splat(e4m3_value(scales[2 * b + 1])));
   }
 }
 

@@ -100,12 +100,12 @@ Tensor pack_index(Tensor& x) {
 
 // ---- writing -------------------------------------------------------------------------------------------------------
 
-i64 item_size(const Tensor& t) { return t.is(Type::u8) ? 1 : t.is(Type::f32) ? 4 : 0; }
+i64 item_size(const Tensor& t) { return t.is(Type::u8) ? 1 : t.is(Type::f32) || t.is(Type::i32) ? 4 : 0; }
 
 void ring_write(Tensor& ring, Tensor& rec, Tensor& slots, Tensor& positions, Tensor& run_last) {
   i64 item = item_size(ring), t = rec.size(0);
   check(item && ring.dim() == 3 && rec.dim() == 2 && rec.type() == ring.type() && ring.size(2) == rec.size(1) && ring.stride(2) == 1,
-        "ring_write: ring [S, R, W] and rec [T, W] must be uint8 or float32 of one width, rows of the ring contiguous");
+        "ring_write: ring [S, R, W] and rec [T, W] must be uint8, int32 or float32 of one width, rows of the ring contiguous");
   const char* message = "ring_write: slots, positions and run_last must be int32 [T]";
   const int32_t *slot = indices(slots, t, message), *pos = indices(positions, t, message), *last = indices(run_last, t, message);
   for (i64 i = 0; i < t; i++) check(0 <= slot[i] && slot[i] < ring.size(0) && pos[i] >= 0, "ring_write: a slot or position is out of range");

@@ -76,14 +76,7 @@ DI_INLINE vi twice(b16 codes) {  // 2 * e2m1 of 16 nibbles
 #else
   for (int i = 0; i < 16; i++) codes[i] = u8(kTwice[codes[i]]);
 #endif
-  typedef int8_t nb __attribute__((vector_size(V)));
-  vi r;
-  DI_PARTS {
-    nb b;
-    __builtin_memcpy(&b, reinterpret_cast<const char*>(&codes) + i * V, V);
-    r.p[i] = __builtin_convertvector(b, ni);
-  }
-  return r;
+  return load_i8(&codes);
 }
 
 // acc + the sum of two int16 products per lane.
@@ -98,6 +91,19 @@ DI_INLINE vi add_pairs(vi acc, vi a, int32_t b) {
 #endif
   }
   return acc;
+}
+
+DI_INLINE nd to_double(vi a, int part) {
+#if defined(__AVX512F__)
+  return (nd)_mm512_cvtepi32_pd(part ? _mm512_extracti64x4_epi64((__m512i)a.p[0], 1) : _mm512_castsi512_si256((__m512i)a.p[0]));
+#elif defined(__AVX2__)
+  __m256i r = (__m256i)a.p[part / 2];
+  return (nd)_mm256_cvtepi32_pd(part % 2 ? _mm256_extracti128_si256(r, 1) : _mm256_castsi256_si128(r));
+#else
+  nd r;
+  for (int l = 0; l < kD; l++) r[l] = a.p[part / 2][part % 2 * kD + l];
+  return r;
+#endif
 }
 
 // Keys first..first+n-1, or those of `ids`; lanes at or beyond n repeat the last one. False when a page is out of range.
@@ -138,12 +144,9 @@ void score_tile(const Scorer& x, const float* weights, Query q, Keys keys, float
         for (int h = 0; h < kHeads; h++) acc[h] = add_pairs(acc[h], keys.pairs[d], q.pairs[head[h] * half + d]);
       for (int h = 0; h < kHeads; h++)
         for (int i = 0; i < kDParts; i++) {
-          typedef int32_t nw __attribute__((vector_size(4 * kD)));
-          nw part;
           nd ks;
-          __builtin_memcpy(&part, reinterpret_cast<const char*>(&acc[h]) + i * sizeof(part), sizeof(part));
           __builtin_memcpy(&ks, keys.scales + b * 16 + i * kD, sizeof(ks));
-          dot[h].p[i] += __builtin_convertvector(part, nd) * (ks * q.scales[head[h] * blocks + b]);
+          dot[h].p[i] += to_double(acc[h], i) * (ks * q.scales[head[h] * blocks + b]);
         }
     }
     for (int h = 0; h < kHeads && h0 + h < x.heads; h++)
@@ -194,21 +197,37 @@ bool score_rows(const Scorer& x, i64 r0, i64 r1, const int32_t* ids, i64 n, floa
 }
 
 // The k best of n: score descending, position ascending. Writes their ids (or positions) in ascending order, then -1.
+//
+// The k-th largest score is found by bisection on its bits: at most 32 vectorised counts, which beats std::nth_element
+// four times at a hundred entries and ten times at ten thousand.
 void top(const float* scores, i64 n, const int32_t* ids, i64 k, int32_t* out) {
   i64 count = 0;
-  auto key = [&](i64 j) {
-    uint32_t u = float_to_bits(scores[j] + 0.0f);  // -0 ties with 0
-    return uint64_t(u & 0x80000000u ? u : ~u & 0x7fffffffu) << 32 | uint64_t(j);
-  };
   if (n <= k) {
     for (; count < n; count++) out[count] = ids ? ids[count] : int32_t(count);
   } else if (k > 0) {
-    uint64_t* order = scratch<uint64_t>(kIds, n);
-    for (i64 j = 0; j < n; j++) order[j] = key(j);
-    std::nth_element(order, order + k - 1, order + n);
-    uint64_t last = order[k - 1];
-    for (i64 j = 0; count < k; j++)
-      if (key(j) <= last) out[count++] = ids ? ids[j] : int32_t(j);
+    i64 np = round_up(n, 16);
+    int32_t* keys = scratch<int32_t>(kIds, np);  // ordered like the scores; -0 ties with 0
+    for (i64 j = 0; j < np; j++) {
+      int32_t u = j < n ? int32_t(float_to_bits(scores[j] + 0.0f)) : -1;
+      keys[j] = u ^ ((u >> 31) & 0x7fffffff);  // the padding becomes the smallest of all
+    }
+    auto above = [&](int32_t bound) {  // number of keys > bound
+      vi c = isplat(0);
+      for (i64 j = 0; j < np; j += 16) c = c - (iload(keys + j) > isplat(bound));
+      return isum(c);
+    };
+    uint32_t last = 0;  // largest bound with at least k keys at or above it, shifted by 2^31
+    i64 found = n;
+    for (uint32_t bit = 1u << 31; bit && found > k; bit >>= 1) {
+      i64 c = above(int32_t((last + bit - 1) ^ 0x80000000u));
+      if (c >= k) last += bit, found = c;
+    }
+    int32_t bound = int32_t(last ^ 0x80000000u);
+    i64 ties = k - (found > k ? above(bound) : k);  // entries at the bound that still fit
+    for (i64 j = 0; count < k; j++) {
+      if (keys[j] < bound || (keys[j] == bound && found > k && ties-- <= 0)) continue;
+      out[count++] = ids ? ids[j] : int32_t(j);
+    }
   }
   while (count < k) out[count++] = -1;
 }

@@ -1,6 +1,7 @@
 // Norms, RoPE, hyper-connections, Engram gate: small ops on rows (deepinfer/ops/hyper.py, engram.py).
 //
 // Where the reference is a chain of separate multiplies and adds, so is this (no fma): the bits agree.
+#include <array>
 #include "gemm.h"
 
 namespace DI_ISA {
@@ -110,20 +111,18 @@ void sinkhorn(vf (&m)[C][C], i64 iters, float eps) {
   }
 }
 
-constexpr int kStreams = 4;
-
-std::tuple<Tensor, Tensor, Tensor> hc_mix(Tensor& streams, Tensor& fn, Tensor& base, Tensor& scale, i64 iters, double hc_eps, double eps) {
-  constexpr i64 C = kStreams, N = C * (C + 2);
-  check(is_float(streams) && streams.dim() == 3 && streams.size(1) == C, "hc_mix: streams must be bf16 or float32 [T, 4, H]");
+template <i64 C>
+std::tuple<Tensor, Tensor, Tensor> hc_mix_of(Tensor& streams, Tensor& fn, Tensor& base, Tensor& scale, i64 iters, double hc_eps, double eps) {
+  constexpr i64 N = C * (C + 2);
   i64 m = streams.size(0), k = C * streams.size(2), mp = round_up(m, 16);
   check(fn.is(Type::f32) && fn.dim() == 2 && fn.size(0) == N && fn.size(1) == k && base.is(Type::f32) && base.numel() == N &&
-            scale.is(Type::f32) && scale.numel() == 3, "hc_mix: fn must be float32 [24, 4*H], base [24], scale [3]");
+            scale.is(Type::f32) && scale.numel() == 3, "hc_mix: fn must be float32 [C*(C+2), C*H], base [C*(C+2)], scale [3]");
   const float *b = base.contiguous().data<float>(), *sc = scale.contiguous().data<float>();
   streams.contiguous();
   fn.contiguous();
   Tensor pre = Tensor::empty({m, C}, Type::f32), post = Tensor::empty({m, C}, Type::f32), comb = Tensor::empty({m, C, C}, Type::f32);
   Rows r = float_rows(kX, m, k);
-  float* mix = scratch<float>(kOut, N * mp);  // [24][rows]: the lanes of what follows are rows
+  float* mix = scratch<float>(kOut, N * mp);  // [N][rows]: the lanes of what follows are rows
   parallel(m, 0.1 * double(k), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; i++) typed(streams, [&](auto* in) { widen(in + i * k, k, r.p + i * r.ld); });
   });
@@ -158,6 +157,12 @@ std::tuple<Tensor, Tensor, Tensor> hc_mix(Tensor& streams, Tensor& fn, Tensor& b
     }
   });
   return {std::move(pre), std::move(post), std::move(comb)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> hc_mix(Tensor& streams, Tensor& fn, Tensor& base, Tensor& scale, i64 iters, double hc_eps, double eps) {
+  check(is_float(streams) && streams.dim() == 3 && 1 <= streams.size(1) && streams.size(1) <= 4, "hc_mix: streams must be bf16 or float32 [T, C, H], C in 1..4");
+  auto* of = std::array{hc_mix_of<1>, hc_mix_of<2>, hc_mix_of<3>, hc_mix_of<4>}[size_t(streams.size(1) - 1)];
+  return of(streams, fn, base, scale, iters, hc_eps, eps);
 }
 
 Tensor hc_collapse(Tensor& streams, Tensor& pre) {

@@ -134,6 +134,11 @@ DI_INLINE vf load(const float* p) {
   __builtin_memcpy(&r, p, 64);
   return r;
 }
+DI_INLINE vi iload(const int32_t* p) {
+  vi r;
+  __builtin_memcpy(&r, p, 64);
+  return r;
+}
 DI_INLINE void store(float* p, vf a) { __builtin_memcpy(p, &a, 64); }
 DI_INLINE float bits_to_float(uint32_t u) {
   float f;
@@ -171,6 +176,12 @@ DI_INLINE float sum(vf a) {
   f4 t = fold(a);
   return (t[0] + t[2]) + (t[1] + t[3]);
 }
+DI_INLINE int32_t isum(vi a) {
+  int32_t t[16], r = 0;
+  __builtin_memcpy(t, &a, 64);
+  for (int i = 0; i < 16; i++) r += t[i];
+  return r;
+}
 DI_INLINE float max_lane(vf a) {
   float tmp[16], m[8];
   store(tmp, a);
@@ -182,25 +193,42 @@ DI_INLINE float max_lane(vf a) {
 
 // ---- narrow loads and stores ---------------------------------------------------------------------------------------
 
+// GCC 12 turns __builtin_convertvector between 1 and 4 bytes into scalar code (10 times slower), hence intrinsics.
 DI_INLINE vi load_u8(const u8* p) {
-  typedef u8 nb __attribute__((vector_size(V)));
+#if defined(__AVX512F__)
+  return {{(ni)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}};
+#elif defined(__AVX2__)
+  return {{(ni)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), (ni)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))}};
+#else
   vi r;
-  DI_PARTS {
-    nb b;
-    __builtin_memcpy(&b, p + i * V, V);
-    r.p[i] = __builtin_convertvector(b, ni);
-  }
+  DI_PARTS for (int l = 0; l < V; l++) r.p[i][l] = p[i * V + l];
   return r;
+#endif
+}
+DI_INLINE vi load_i8(const void* p) {
+#if defined(__AVX512F__)
+  return {{(ni)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}};
+#elif defined(__AVX2__)
+  __m128i b = _mm_loadu_si128((const __m128i*)p);
+  return {{(ni)_mm256_cvtepi8_epi32(b), (ni)_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8))}};
+#else
+  vi r;
+  DI_PARTS for (int l = 0; l < V; l++) r.p[i][l] = static_cast<const int8_t*>(p)[i * V + l];
+  return r;
+#endif
 }
 DI_INLINE vf load(const bf16* p) {
-  typedef uint16_t nh __attribute__((vector_size(2 * V)));
+#if defined(__AVX512F__)
+  return {{(nf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16)}};
+#elif defined(__AVX2__)
+  vf r;
+  DI_PARTS r.p[i] = (nf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + i)), 16);
+  return r;
+#else
   vi r;
-  DI_PARTS {
-    nh h;
-    __builtin_memcpy(&h, p + i * V, 2 * V);
-    r.p[i] = __builtin_convertvector(h, ni) << 16;
-  }
+  DI_PARTS for (int l = 0; l < V; l++) r.p[i][l] = int32_t(uint32_t(p[i * V + l]) << 16);
   return as_float(r);
+#endif
 }
 DI_INLINE vi round_bf16_bits(vf a) {  // nearest even; NaN stays NaN; result in the upper half
   vi u = bits(a);
@@ -209,20 +237,25 @@ DI_INLINE vi round_bf16_bits(vf a) {  // nearest even; NaN stays NaN; result in 
 }
 DI_INLINE vf round_bf16(vf a) { return as_float(round_bf16_bits(a)); }
 DI_INLINE void store(bf16* p, vf a) {
-  typedef uint16_t nh __attribute__((vector_size(2 * V)));
-  typedef uint32_t nu __attribute__((vector_size(4 * V)));
-  vi r = round_bf16_bits(a);
-  DI_PARTS {
-    nh h = __builtin_convertvector((nu)r.p[i] >> 16, nh);
-    __builtin_memcpy(p + i * V, &h, 2 * V);
-  }
+  vi r = sar(round_bf16_bits(a), 16);
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)r.p[0]));
+#elif defined(__AVX2__)
+  __m256i h = _mm256_packs_epi32((__m256i)r.p[0], (__m256i)r.p[1]);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(h, 0xd8));
+#else
+  DI_PARTS for (int l = 0; l < V; l++) p[i * V + l] = bf16(r.p[i][l]);
+#endif
 }
-DI_INLINE void store_u8(u8* p, vi a) {
-  typedef u8 nb __attribute__((vector_size(V)));
-  DI_PARTS {
-    nb b = __builtin_convertvector(a.p[i], nb);
-    __builtin_memcpy(p + i * V, &b, V);
-  }
+DI_INLINE void store_u8(u8* p, vi a) {  // 0..255
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)a.p[0]));
+#elif defined(__AVX2__)
+  __m256i h = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)a.p[0], (__m256i)a.p[1]), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
+#else
+  DI_PARTS for (int l = 0; l < V; l++) p[i * V + l] = u8(a.p[i][l]);
+#endif
 }
 // First n < 16 lanes.
 template <class T>
@@ -311,6 +344,21 @@ DI_INLINE void e2m1(const u8* p, float scale, vf& even, vf& odd) {
   vf s = splat(scale), up = splat(0x1p126f);
   even = as_float(shl(c & isplat(7), 22) | shl(c & isplat(8), 28)) * up * s;
   odd = as_float(shl(c & isplat(0x70), 18) | shl(c & isplat(0x80), 24)) * up * s;
+#endif
+}
+// Even and odd columns of a block -> the columns in order.
+DI_INLINE void interleave(vf even, vf odd, vf& lo, vf& hi) {
+#if defined(__AVX512F__)
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  __m512 e = (__m512)even.p[0], o = (__m512)odd.p[0];
+  lo.p[0] = (nf)_mm512_permutex2var_ps(e, first, o);
+  hi.p[0] = (nf)_mm512_permutex2var_ps(e, _mm512_add_epi32(first, _mm512_set1_epi32(8)), o);
+#else
+  float e[16], o[16], t[32];
+  store(e, even);
+  store(o, odd);
+  for (int i = 0; i < 16; i++) t[2 * i] = e[i], t[2 * i + 1] = o[i];
+  lo = load(t), hi = load(t + 16);
 #endif
 }
 // Nearest-even saturating e2m1 codes.

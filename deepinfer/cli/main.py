@@ -1,8 +1,8 @@
 """The command group and the one place where exceptions become an exit code.
 
-Exit codes: 0 done, 1 a check found something (`doctor`, `verify`), 2 an error of ours or of the input, 130
-interrupted. An error is one line on stderr (a list of problems: one line each); DEEPINFER_LOG_LEVEL=debug
-shows the traceback.
+Exit codes: 0 done; 1 a check found something (`doctor`, `verify`), a request failed, or nobody reads the
+output; 2 an error of ours or of the input; 130 interrupted. An error is one line on stderr (a list of
+problems: one line each); DEEPINFER_LOG_LEVEL=debug shows the traceback.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 
 import click
 
@@ -23,6 +24,7 @@ from deepinfer.cli.doctor import doctor
 from deepinfer.cli.generate import generate
 from deepinfer.errors import DeepInferError
 
+EXIT_FOUND = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -50,10 +52,7 @@ def main(args: list[str] | None = None) -> None:
 def run(args: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. Separate from `main` for tests."""
     try:
-        for sentence in envs.unknown():
-            print(f"deepinfer: warning: {sentence}", file=sys.stderr)
-        logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
-        logging.getLogger("deepinfer").setLevel(str(envs.get("DEEPINFER_LOG_LEVEL")).upper())
+        _set_up()
         code = cli.main(args, prog_name="deepinfer", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -69,16 +68,27 @@ def run(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort) as error:
         return _fail(error, "interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nobody reads: let the interpreter exit quietly
-        return EXIT_ERROR
+        _drop_output()
+        return EXIT_FOUND
     except OSError as error:
         name = error.filename or "the output"
         if error.errno in DISK_FULL:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             return _fail(error, f"disk full while writing {name}: free some space and run the command again")
         return _fail(error, f"{name}: {error.strerror or error}")
+
+
+def _set_up() -> None:
+    for sentence in envs.unknown():
+        print(f"deepinfer: warning: {sentence}", file=sys.stderr)
+    warnings.filterwarnings("ignore", message="DEEPINFER_", category=RuntimeWarning)  # said just now
+    logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("deepinfer").setLevel(str(envs.get("DEEPINFER_LOG_LEVEL")).upper())
+
+
+def _drop_output() -> None:
+    """What is still buffered cannot be written: let the interpreter exit without another complaint."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: BaseException, message: str, code: int = EXIT_ERROR) -> int:

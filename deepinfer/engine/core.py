@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from deepinfer import __version__, envs
+from deepinfer import envs
 from deepinfer.cache.groups import PoolSizes, free_memory, human, size_pools
 from deepinfer.config import EngineConfig
 from deepinfer.engine.metrics import EngineMetrics
@@ -29,8 +30,7 @@ from deepinfer.engine.runner import Model, Runner, StepResult
 from deepinfer.engine.sampler import SeedSource
 from deepinfer.engine.scheduler import Scheduler, StepPlan
 from deepinfer.errors import CheckpointError, ConfigError, EngineError
-from deepinfer.model import synthetic
-from deepinfer.model.checkpoint import load_checkpoint
+from deepinfer.model import checkpoint, synthetic
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.state import ModelState
 from deepinfer.model.transformer import Transformer
@@ -223,7 +223,7 @@ def load_engine(config: EngineConfig) -> Engine:
         model_config
     )  # an option beyond the model's limits is told before the weights are read
     tokenizer = Tokenizer(config.tokenizer or folder)
-    weights = load_checkpoint(folder, model_config, device=config.device)
+    weights = checkpoint.load_checkpoint(folder, model_config, device=config.device)
     token_map = None
     if model_config.engram_layer_ids:
         classes = model_config.engram_compressed_vocab_size
@@ -250,7 +250,7 @@ def checkpoint_folder(model: str) -> Path:
         names = ", ".join(synthetic.CONFIGS)
         raise ConfigError(f"model {model!r} is neither a folder nor a synthetic checkpoint ({names})")
     root = Path(envs.get("DEEPINFER_CACHE_ROOT")) / "checkpoints"
-    final = root / f"{model}-{__version__}"
+    final = root / f"{model}-{_generator_digest()}"
     if final.is_dir():
         return final
     root.mkdir(parents=True, exist_ok=True)
@@ -263,6 +263,12 @@ def checkpoint_folder(model: str) -> Path:
             if not final.is_dir():  # otherwise another process was faster
                 raise
     return final
+
+
+def _generator_digest() -> str:
+    """Names the code that writes synthetic checkpoints: a newer version never meets an older folder."""
+    sources = (Path(str(module.__file__)).read_bytes() for module in (synthetic, checkpoint))
+    return hashlib.blake2b(b"".join(sources), digest_size=4).hexdigest()
 
 
 def _default_params(folder: Path) -> SamplingParams:

@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 from deepinfer.cache.pages import Pool, pages_for
 from deepinfer.engine.requests import Sequence
 
-PROMPT_LOGPROB_ROWS = (
-    512  # rows of a chunk that wants prompt logprobs: 512 x 129,280 x 4 B = 252 MiB of logits
-)
+PROMPT_LOGPROB_ROWS = 512  # logit rows of a step that prompt logprobs may ask for: 252 MiB at 129,280 ids
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,8 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, runs: list[Run], budget: int) -> int:
         if seq.wants_prompt_logprobs:
-            budget = min(budget, PROMPT_LOGPROB_ROWS)
+            logits = sum(run.end - run.logits_from for run in runs)
+            budget = min(budget, max(1, PROMPT_LOGPROB_ROWS - logits))
         runs.append(_run(seq, min(budget, seq.num_left)))
         return runs[-1].count
 

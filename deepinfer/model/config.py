@@ -450,6 +450,14 @@ def _check_numbers(c: Any) -> list[str]:
         )
     if c.n_shared_experts != 1:
         bad.append(f"n_shared_experts must be 1, found {c.n_shared_experts}")
+    if c.hc_mult > 4:
+        bad.append(f"hc_mult must be 1 to 4 (the release has 4; the Sinkhorn kernels hold no more), found {c.hc_mult}")
+    reach = c.candidate_topk_blocks * c.candidate_block_size - (c.candidate_block_size - 1)
+    if 0 < reach < c.index_topk:
+        bad.append(
+            f"candidate_topk_blocks {c.candidate_topk_blocks} x candidate_block_size {c.candidate_block_size} may leave "
+            f"only {reach} candidates, fewer than index_topk {c.index_topk}"
+        )
     if c.num_experts_per_tok > c.n_routed_experts:
         bad.append(
             f"num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}"

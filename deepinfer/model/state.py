@@ -19,12 +19,21 @@ from deepinfer.ops import records
 
 Numerics = Literal["quantised", "exact"]
 PAGE_SIZE = 128  # tokens of a logical page, for all KV sources together
-LOOKBACK_RING = 8  # open pairs and Engram ids kept per slot: drafts + look-back, a power of two
 
 
 def ring_rows(config: ModelConfig, in_flight: int = 2) -> int:
     """Window ring rows: the window and the rows that `in_flight` unconfirmed steps may add (140 for the release)."""
     return config.sliding_window + in_flight * (config.dspark_block_size + 1)
+
+
+def lookback_rows(config: ModelConfig) -> int:
+    """Open pairs and Engram ids kept per slot: a verified block and the look-back before it (8 for the release).
+
+    A rejected draft leaves its row behind, up to a block past the next position; that must not be the row of an id that is
+    still looked back at. A power of two, so that position % rows is a mask.
+    """
+    look_back = max(2, config.engram_max_ngram_size)
+    return 1 << (config.dspark_block_size + look_back - 2).bit_length()
 
 
 @dataclass
@@ -36,8 +45,8 @@ class ModelState:
     draft_window: list[Tensor]  # per draft stage, the same
     latent: dict[int, Tensor]  # kv source -> [P, page_size / ratio, 288]
     index_key: dict[int, Tensor]  # kv source -> [P, page_size / ratio * 68] (exact: [P, entries, index dim])
-    open_pair: dict[int, Tensor]  # ratio-2 source -> float32 [S, 8, 2 * head_dim] by position mod 8
-    history: Tensor  # int32 [S, 8] token ids by position mod 8, -1 for image tokens
+    open_pair: dict[int, Tensor]  # ratio-2 source -> float32 [S, lookback_rows, 2 * head_dim] by position
+    history: Tensor  # int32 [S, lookback_rows] token ids by position, -1 for image tokens
     page_table: Tensor  # int32 [S, pages of a slot]
 
     @classmethod
@@ -65,7 +74,7 @@ class ModelState:
             open_pair={
                 s.index: new(make["pair"], num_slots) for s in config.layers if s.owns_kv and s.ratio == 2
             },
-            history=torch.full((num_slots, LOOKBACK_RING), -1, dtype=torch.int32, device=device),
+            history=torch.full((num_slots, lookback_rows(config)), -1, dtype=torch.int32, device=device),
             page_table=torch.zeros((num_slots, max_pages), dtype=torch.int32, device=device),
         )
 
@@ -84,7 +93,7 @@ class ModelState:
         make = _shapes(config, PAGE_SIZE, ring or ring_rows(config), numerics)
         pairs = sum(s.owns_kv and s.ratio == 2 for s in config.layers)
         windows = len(config.layers) + len(config.draft_layers)
-        return windows * _nbytes(make["window"]) + pairs * _nbytes(make["pair"]) + 4 * LOOKBACK_RING
+        return windows * _nbytes(make["window"]) + pairs * _nbytes(make["pair"]) + 4 * lookback_rows(config)
 
     @property
     def ring(self) -> int:
@@ -111,7 +120,7 @@ def _shapes(
     d, i = config.head_dim, config.index_head_dim
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "window": ((ring, d if exact else records.window_bytes(d)), dtype),
-        "pair": ((LOOKBACK_RING, 2 * d), torch.float32),
+        "pair": ((lookback_rows(config), 2 * d), torch.float32),
     }
     for ratio in (1, 2):
         n = page_size // ratio

@@ -70,12 +70,13 @@ def pack_index(x: Tensor) -> Tensor:
     return records.pack_index(x)
 
 
-def _ring_inputs(g: torch.Generator, width: int = 80) -> Iterator[tuple[Any, ...]]:
-    ring = torch.zeros((3, 12, width), dtype=torch.uint8)
+def _ring_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for t in ROWS:
-        rec = torch.randint(0, 255, (t, width), generator=g, dtype=torch.uint8)
         pos = torch.arange(5, 5 + t, dtype=torch.int32)
-        yield (ring.clone(), rec, torch.full_like(pos, 1), pos, torch.full_like(pos, 4 + t))
+        where = (torch.full_like(pos, 1), pos, torch.full_like(pos, 4 + t))
+        for dtype, width in ((torch.uint8, 80), (torch.int32, 1), (torch.float32, 64)):  # records, look-back ids, pairs
+            rec = torch.randint(0, 255, (t, width), generator=g).to(dtype)
+            yield (torch.zeros((3, 12, width), dtype=dtype), rec, *where)
 
 
 @define(
@@ -187,7 +188,7 @@ def pair_pool(
 ) -> Tensor:
     """Ratio-2 compression: softmax over the two tokens of a pair, per channel. spec/model.md 6.
 
-    kv_gate float32 [T, 2D] (values | scores), open_pair float32 [S, 8, 2D] by position mod 8 -> [T, D]; rows with an even
+    kv_gate float32 [T, 2D] (values | scores), open_pair float32 [S, n, 2D] by position mod n -> [T, D]; rows with an even
     position (open pairs) hold an unused value. The first half of a pair is the row above, or the ring when the run starts here.
     """
     row = torch.arange(kv_gate.shape[0], device=kv_gate.device)

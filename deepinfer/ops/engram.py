@@ -52,7 +52,7 @@ def engram_lookback(
 ) -> Tensor:
     """Compressed ids at p, p-1, ..., p-n+1 of every row: int32 [T, n].
 
-    ids/positions/slots/run_start int32 [T], is_image bool [T], token_map int32 [vocab], history int32 [S, 8] by position mod 8
+    ids/positions/slots/run_start int32 [T], is_image bool [T], token_map int32 [vocab], history int32 [S, r] by position mod r
     (-1: image). Before the first token, or from the nearest image token on, everything older is the pad id.
     """
     row = torch.arange(ids.shape[0], device=ids.device)

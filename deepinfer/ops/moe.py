@@ -90,13 +90,8 @@ def _expert_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
         ].int()
         w = torch.rand((t, 2), generator=g)
         yield (*formats.quant_fp8(randn(g, t, h)), ids, w, *weights, 10.0)
-        yield (
-            *formats.quant_fp8(randn(g, t, h)),
-            torch.zeros_like(ids),
-            w,
-            *weights,
-            10.0,
-        )  # all rows on one expert
+        same = torch.tensor([0, 3], dtype=torch.int32).repeat(t, 1)
+        yield (*formats.quant_fp8(randn(g, t, h)), same, w, *weights, 10.0)  # all rows on two experts
     yield (randn(g, 3, h, dtype=torch.float32), None, ids[:3], w[:3], *weights, 10.0)
 
 

@@ -10,7 +10,7 @@ an ordinary function that runs on every device: it is the definition, the fallba
 
 from __future__ import annotations
 
-import os
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deepinfer import envs
 from deepinfer.errors import ConfigError
 
 NAMESPACE = "di"
@@ -136,7 +137,7 @@ def parse_overrides(text: str) -> dict[str, str]:
 
 def install(overrides: str | None = None) -> None:
     """Choose and register one implementation per op and device. Called once, at the end of `deepinfer.ops` import."""
-    wanted = parse_overrides(overrides if overrides is not None else os.environ.get("DEEPINFER_OPS", ""))
+    wanted = parse_overrides(overrides if overrides is not None else envs.get("DEEPINFER_OPS"))
     for op in OPS.values():
         for device in DISPATCH_KEYS:
             choice = wanted.get(op.name, wanted.get("*"))

@@ -166,13 +166,13 @@ def _body_problems(kind: Kind, body: Mapping[str, Any]) -> list[str]:
 
 def _prompts(value: Any) -> tuple[str | list[int], ...]:
     """The prompts of a completion body; () when `value` is none of the four forms."""
+    if not value or not isinstance(value, (str, list)):
+        return ()
     if isinstance(value, str):
         return (value,)
-    if not isinstance(value, list) or not value:
-        return ()
     if all(type(item) is int for item in value):
         return (value,)
-    if all(isinstance(item, str) for item in value):
+    if all(isinstance(item, str) and item for item in value):
         return tuple(value)
     nested = all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in value)
     return tuple(value) if nested else ()
@@ -212,8 +212,8 @@ def result_line(
 ) -> dict[str, Any]:
     """The result of one request: `outputs` has one entry per prompt.
 
-    `parse` splits the text of a chat reply into fields of its message, `token_bytes` gives the bytes of a token.
-    An output with an error makes the whole line an error.
+    `parse` splits the text of a chat reply into fields of its message, `token_bytes` gives a token's bytes. An
+    output with an error makes the whole line an error.
     """
     for output in outputs:
         if output.error is not None:

@@ -227,6 +227,15 @@ def test_prompt_logprobs_ask_for_every_row_in_bounded_chunks() -> None:
     assert plan.logit_rows.tolist() == [length]  # done before: only the row that samples
 
 
+def test_prompt_logprobs_of_several_requests_share_the_bound() -> None:
+    sched = scheduler(pages=400, budget=4096)
+    for name in "01":
+        sched.add(make_request(name, PROMPT_LOGPROB_ROWS - 12, 1, prompt_logprobs=1).sequences[0])
+    plan = sched.schedule()
+    assert plan is not None
+    assert [run.count for run in plan.runs] == [PROMPT_LOGPROB_ROWS - 12, 12]
+
+
 def test_image_rows_follow_the_span_over_chunks() -> None:
     sched = scheduler(budget=10)
     span = ImageSpan(start=7, length=12, patches=None)

@@ -272,6 +272,8 @@ REFUSED = {
     "bool": (dict(hc_mult=True), "hc_mult must be an integer >= 0, found True"),
     "negative": (dict(index_topk=-1), "index_topk must be an integer >= 0, found -1"),
     "not a number": (dict(hc_eps=float("nan")), "hc_eps must be a finite number >= 0, found nan"),
+    "streams": (dict(hc_mult=8), "hc_mult must be 1 to 4 .* found 8"),
+    "candidates": (dict(candidate_topk_blocks=4), "only 13 candidates, fewer than index_topk 16"),
     "list": (dict(kv_source_layer_ids=5), "kv_source_layer_ids must be a list of integers >= 0, found 5"),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from oracle import Oracle, Trace
 from oracle_numbers import Array
@@ -272,6 +272,8 @@ def test_chunks_batches_decode_and_drafts(seed: int, lengths: list[Any]) -> None
 
 @EXAMPLES
 @given(st.integers(0, 2**31), REQUESTS, st.booleans())
+# A block of 6 with 4-grams: 9 look-back ids must survive a rejected block (6 rejected rows, the row itself, 2 before).
+@example(6, [(("window", 1), 6)], False)
 def test_decoder_replay(seed: int, lengths: list[Any], masked: bool) -> None:
     run_exact(seed, lengths, replay=True, masked=masked)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 
+from deepinfer import envs
 from deepinfer.ops import registry
 
 LIBRARY = Path(__file__).resolve().parent / "_libdeepinfer_cpu.so"
@@ -28,7 +28,7 @@ OPS = (
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The loaded library, or the reason why it cannot be used in this process."""
-    if os.environ.get("DEEPINFER_NATIVE", "1") == "0":
+    if not envs.get("DEEPINFER_NATIVE"):
         return "DEEPINFER_NATIVE=0"
     if not LIBRARY.exists():
         return f"not built: run `{BUILD}` (needs a C++ compiler)"

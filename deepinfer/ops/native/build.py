@@ -47,10 +47,10 @@ def isas() -> dict[str, str]:
 def stamp(compiler: str, torch_version: str) -> str:
     """Hash of everything the library depends on."""
     h = hashlib.blake2b(digest_size=16)
-    for path in sorted(SOURCES.glob("*.[ch]*")):
+    for path in (Path(__file__), *sorted(SOURCES.glob("*.[ch]*"))):
         h.update(path.name.encode() + b"\0" + path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    h.update(repr((FLAGS, isas(), version, torch_version)).encode())
+    h.update(repr((isas(), version, torch_version)).encode())
     return h.hexdigest()
 
 
