@@ -2,7 +2,7 @@
 #
 #   PYTHON=/path/to/python   use that environment, which has a suitable torch already; it is never replaced
 #   HOST_PYTHON=python3.12   the interpreter that .venv is made from (default python3)
-#   TORCH_INDEX=URL          package index for torch alone, e.g. https://download.pytorch.org/whl/cpu
+#   TORCH_INDEX=URL          another index for torch, e.g. https://download.pytorch.org/whl/cpu; its +cpu wheels win
 #   TESTS="tests/cli -x"     what pytest runs; JOBS=2 worker processes
 
 HOST_PYTHON ?= python3
@@ -20,7 +20,7 @@ endif
 PIP = $(PY) -m pip install -q
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt
 
-.PHONY: demo test lint native clean
+.PHONY: demo test lint native clean FORCE
 .DELETE_ON_ERROR:
 
 demo: native
@@ -42,22 +42,26 @@ clean:
 	rm -rf .venv build dist *.egg-info deepinfer/ops/native/*.so
 
 ifdef PYTHON
-$(STATE)/torch: tools/pin_torch.py pyproject.toml
+# Looked at each time, because that environment may have got another torch meanwhile.
+$(STATE)/torch: FORCE
 	@mkdir -p $(STATE)
-	@$(PY) -m tools.pin_torch > $@
+	@$(PY) -m tools.pin_torch > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+FORCE:
 CONSTRAINTS = $(STATE)/torch
 else
 $(STATE)/torch: constraints.txt
 	@$(HOST_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: DeepInfer needs Python 3.11 or later; HOST_PYTHON=... names another")'
 	@echo "Making .venv and installing torch (once; a few hundred MB)"
 	@test -x $(PY) || $(HOST_PYTHON) -m venv .venv
-	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
 	@mkdir -p $(STATE) && touch $@
 CONSTRAINTS = constraints.txt
 endif
 
 # --no-build-isolation: the C++ ops are built against the torch of this environment, no other one is downloaded.
 $(STATE)/installed: $(STATE)/torch $(INSTALLED_FROM)
+	@echo "Installing deepinfer and its dependencies"
 	@$(PIP) -c $(CONSTRAINTS) 'setuptools>=77'
 	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e .
 	@touch $@

@@ -1,8 +1,8 @@
 """Builds the optional C++ ops into the package; everything else is in pyproject.toml.
 
 `deepinfer/ops/native/build.py` does the work. Without a C++ compiler, or without torch at build time (pip
-builds in isolation unless told --no-build-isolation), it says so in one line and the package is complete all the same:
-every op has a reference.
+builds in isolation unless told --no-build-isolation), it says so in one line and the package is complete all
+the same: every op has a reference.
 """
 
 from __future__ import annotations

@@ -76,15 +76,11 @@ class EngineConfig:
         default=None,
         metadata=_help("makes the seeds of unseeded requests repeatable; default: fresh ones each run"),
     )
-    max_logprobs: int = field(
-        default=20, metadata=_help("most logprobs per token that a request may ask for")
-    )
+    max_logprobs: int = field(default=20, metadata=_help("most logprobs per token that a request may ask for"))
     compile: str = field(default="eager", metadata=_help("how the model is compiled; this version has eager"))
     replay: Replay | None = field(
         default=None,
-        metadata=_help(
-            "decoder replay: compact, mask or off; default: DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE"
-        ),
+        metadata=_help("decoder replay: compact, mask or off; default: DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE"),
     )
     replay_keep_tokens: int | None = field(
         default=None,
@@ -99,9 +95,7 @@ class EngineConfig:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         if not isinstance(self.model, str) or not self.model:
-            problems.append(
-                f"model is {self.model!r}; give a checkpoint folder or a synthetic name such as 'tiny'"
-            )
+            problems.append(f"model is {self.model!r}; give a checkpoint folder or a synthetic name such as 'tiny'")
         for name, (lowest, optional) in _INTEGERS.items():
             value = getattr(self, name)
             if value is None and optional:
@@ -184,18 +178,14 @@ class EngineConfig:
             )
         if problems:
             raise ConfigError(list_problems("EngineConfig", problems))
-        return replace(
-            self, max_model_len=min(self.max_model_len or longest, longest), replay_keep_tokens=keep
-        )
+        return replace(self, max_model_len=min(self.max_model_len or longest, longest), replay_keep_tokens=keep)
 
     @classmethod
     def from_options(cls, model: Any, **options: Any) -> EngineConfig:
         """Like the constructor, but an unknown option is a ConfigError that lists the known ones."""
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(options) - set(known)):
-            raise ConfigError(
-                f"unknown options of the engine: {', '.join(unknown)}; known are {', '.join(known)}"
-            )
+            raise ConfigError(f"unknown options of the engine: {', '.join(unknown)}; known are {', '.join(known)}")
         return cls(model, **options)
 
 

@@ -121,9 +121,7 @@ def _python() -> Check:
     good = sys.version_info >= PYTHON
     found = f"{platform.python_version()} ({sys.executable})"
     needed = f"{_dotted(PYTHON)} or later"
-    return Check(
-        "Python", found, needed, "ok" if good else "missing", "" if good else "install a later Python"
-    )
+    return Check("Python", found, needed, "ok" if good else "missing", "" if good else "install a later Python")
 
 
 def _packages() -> list[Check]:
@@ -131,11 +129,7 @@ def _packages() -> list[Check]:
     try:
         requirements = importlib.metadata.requires("deepinfer") or []
     except importlib.metadata.PackageNotFoundError:
-        return [
-            Check(
-                "deepinfer", "not installed, run from its source", "installed", "optional", "pip install -e ."
-            )
-        ]
+        return [Check("deepinfer", "not installed, run from its source", "installed", "optional", "pip install -e .")]
     checks = []
     for requirement in requirements:
         if ";" in requirement:  # of an extra
@@ -147,9 +141,7 @@ def _packages() -> list[Check]:
             found = ""
         good = bool(found) and satisfies(found, spec)
         remedy = "" if good else f'pip install "{requirement}"'
-        checks.append(
-            Check(name, found or "not installed", spec or "any", "ok" if good else "missing", remedy)
-        )
+        checks.append(Check(name, found or "not installed", spec or "any", "ok" if good else "missing", remedy))
     return checks
 
 
@@ -181,15 +173,11 @@ def _cuda() -> list[Check]:
     remedy = "" if names else "no device is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
     state: State = "ok" if names else "missing"
     checks.append(Check("NVIDIA device", "; ".join(names) or "none", "SM90 or SM100", state, remedy))
-    checks.append(
-        _compiler(CXX_FOR_CUDA, "C++ compiler for CUDA code", "native CUDA code is built with GCC 13")
-    )
+    checks.append(_compiler(CXX_FOR_CUDA, "C++ compiler for CUDA code", "native CUDA code is built with GCC 13"))
     nvcc = _tool_version("nvcc", r"release (\d+\.\d+)")
     good = version_of(nvcc) >= CUDA
     remedy = "" if good else "native CUDA code is built with the CUDA 13 toolkit: put its nvcc on PATH"
-    checks.append(
-        Check("nvcc", nvcc or "not found", f"{newest}, to build", "ok" if good else "optional", remedy)
-    )
+    checks.append(Check("nvcc", nvcc or "not found", f"{newest}, to build", "ok" if good else "optional", remedy))
     return checks
 
 
@@ -203,9 +191,7 @@ def _npu() -> list[Check]:
     found = cann_version()
     good = version_of(found) >= CANN
     remedy = "" if good else "install CANN and source its set_env.sh; torch-npu cannot be imported without it"
-    checks = [
-        Check("CANN", found or "not found", f"{_dotted(CANN)} or later", "ok" if good else "missing", remedy)
-    ]
+    checks = [Check("CANN", found or "not found", f"{_dotted(CANN)} or later", "ok" if good else "missing", remedy)]
     try:
         plugin = importlib.metadata.version("torch-npu")
     except importlib.metadata.PackageNotFoundError:
@@ -289,9 +275,7 @@ def _loads(name: str, look: Callable[[], Any]) -> Check:
         look()
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Check(
-            f"{name} loads", text, "no error", "missing", "repair the installation of torch and deepinfer"
-        )
+        return Check(f"{name} loads", text, "no error", "missing", "repair the installation of torch and deepinfer")
     return Check(f"{name} loads", "yes", "no error", "ok")
 
 

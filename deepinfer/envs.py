@@ -134,9 +134,7 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
     try:
         return variable.parse(text)
     except (KeyError, ValueError):
-        raise ConfigError(
-            f"{name} is {text!r}; it takes {variable.accepts} (default: {_shown(variable)})"
-        ) from None
+        raise ConfigError(f"{name} is {text!r}; it takes {variable.accepts} (default: {_shown(variable)})") from None
 
 
 def problems(environ: Mapping[str, str] | None = None) -> list[str]:
@@ -155,9 +153,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> Iterator[str]:
     for name in sorted(os.environ if environ is None else environ):
         if name.startswith(PREFIX) and name not in VARIABLES:
             near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
-            hint = (
-                f"; did you mean {near[0]}?" if near else "; docs/env.md lists the variables of this version"
-            )
+            hint = f"; did you mean {near[0]}?" if near else "; docs/env.md lists the variables of this version"
             yield f"{name} is set but has no effect{hint}"
 
 

@@ -155,9 +155,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     # ---- parts ----
@@ -211,9 +209,7 @@ class LLM:
                 if not request.finished:  # a call of `generate` in between may have ended it
                     engine.step()
                 delta = request.output(delta=True)
-                if delta.finished or any(
-                    completion.token_ids or completion.text for completion in delta.outputs
-                ):
+                if delta.finished or any(completion.token_ids or completion.text for completion in delta.outputs):
                     yield delta
                 if delta.finished:
                     return
@@ -271,9 +267,7 @@ def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise RequestError(
-            f"prompts must be text, token ids, a dict or a list of these, not {type(prompts).__name__}"
-        )
+        raise RequestError(f"prompts must be text, token ids, a dict or a list of these, not {type(prompts).__name__}")
     return [list(prompts)] if prompts and _is_number(prompts[0]) else list(prompts)
 
 

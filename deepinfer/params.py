@@ -58,9 +58,7 @@ class StructuredOutput:
             if _is_strings(self.choice) and self.choice and len(set(self.choice)) == len(self.choice):
                 object.__setattr__(self, "choice", tuple(self.choice))
             else:
-                problems.append(
-                    f"choice is {self.choice!r}; it must be a list of different non-empty strings"
-                )
+                problems.append(f"choice is {self.choice!r}; it must be a list of different non-empty strings")
         for name in ("json_schema", "structural_tag"):
             try:
                 object.__setattr__(self, name, _json_dict(getattr(self, name)))
@@ -77,9 +75,7 @@ class StructuredOutput:
 
 
 def _json_dict(value: Any) -> Mapping[str, Any] | None:
-    if value is not None and hasattr(
-        value, "model_json_schema"
-    ):  # a pydantic model class, without importing pydantic
+    if value is not None and hasattr(value, "model_json_schema"):  # a pydantic model class, without importing pydantic
         value = value.model_json_schema()
     if isinstance(value, str):
         value = json.loads(value)
@@ -99,9 +95,7 @@ def _is_strings(value: Any) -> bool:
 
 def _not_flags(params: object, names: Iterable[str]) -> list[str]:
     values = {name: getattr(params, name) for name in names}
-    return [
-        f"{name} is {v!r}; it must be True or False" for name, v in values.items() if not isinstance(v, bool)
-    ]
+    return [f"{name} is {v!r}; it must be True or False" for name, v in values.items() if not isinstance(v, bool)]
 
 
 def _help(text: str) -> dict[str, str]:
@@ -132,12 +126,8 @@ class SamplingParams:
         default=0.0,
         metadata=_help("drop tokens less probable than this share of the most probable one; 0 = none"),
     )
-    presence_penalty: float = field(
-        default=0.0, metadata=_help("subtracted from logits of tokens generated before")
-    )
-    frequency_penalty: float = field(
-        default=0.0, metadata=_help("the same, times how often each was generated")
-    )
+    presence_penalty: float = field(default=0.0, metadata=_help("subtracted from logits of tokens generated before"))
+    frequency_penalty: float = field(default=0.0, metadata=_help("the same, times how often each was generated"))
     repetition_penalty: float = field(
         default=1.0,
         metadata=_help("divides positive, multiplies negative logits of tokens in the prompt or output"),
@@ -147,12 +137,8 @@ class SamplingParams:
         default=None,
         metadata=_help("64-bit seed of this request's draws; without one the engine draws a seed"),
     )
-    stop: str | Sequence[str] = field(
-        default=(), metadata=_help("text that ends the output (one string or a list)")
-    )
-    stop_token_ids: Sequence[int] = field(
-        default=(), metadata=_help("token ids that end the output, besides EOS")
-    )
+    stop: str | Sequence[str] = field(default=(), metadata=_help("text that ends the output (one string or a list)"))
+    stop_token_ids: Sequence[int] = field(default=(), metadata=_help("token ids that end the output, besides EOS"))
     include_stop_str_in_output: bool = field(
         default=False, metadata=_help("keep the stop string at the end of the text")
     )
@@ -160,9 +146,7 @@ class SamplingParams:
     max_tokens: int | None = field(
         default=16, metadata=_help("most tokens to generate; None = as many as the context holds")
     )
-    min_tokens: int = field(
-        default=0, metadata=_help("no EOS, stop token or stop string before this many tokens")
-    )
+    min_tokens: int = field(default=0, metadata=_help("no EOS, stop token or stop string before this many tokens"))
     logprobs: int | None = field(
         default=None,
         metadata=_help("logprobs per output token: the sampled one and this many most probable ones"),
@@ -174,9 +158,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = field(
         default=None, metadata=_help("only these token ids may be generated")
     )
-    bad_words: Sequence[str] = field(
-        default=(), metadata=_help("texts whose token sequences are never completed")
-    )
+    bad_words: Sequence[str] = field(default=(), metadata=_help("texts whose token sequences are never completed"))
     detokenize: bool = field(default=True, metadata=_help("return text; False returns token ids only"))
     skip_special_tokens: bool = field(default=True, metadata=_help("leave special tokens out of the text"))
     so_args: StructuredOutput | Mapping[str, Any] | None = field(
@@ -228,9 +210,7 @@ class SamplingParams:
                 continue
             object.__setattr__(self, name, () if ids is None and name == "stop_token_ids" else ids)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
-            problems.append(
-                "allowed_token_ids is empty, so that no token could be generated; use None to allow all"
-            )
+            problems.append("allowed_token_ids is empty, so that no token could be generated; use None to allow all")
         if self.logit_bias is not None:
             try:
                 bias = {_token_ids([key])[0]: _real(value) for key, value in self.logit_bias.items()}
@@ -322,9 +302,7 @@ class SamplingParams:
         `encode` maps text to ids and adds no special token. A sequence's last id is forbidden when the ids
         before it have just been generated; other ways to spell the same text stay possible.
         """
-        spellings = (
-            spelling for word in self.bad_words for spelling in (word.lstrip() or word, " " + word.lstrip())
-        )
+        spellings = (spelling for word in self.bad_words for spelling in (word.lstrip() or word, " " + word.lstrip()))
         return tuple(dict.fromkeys(tuple(encode(spelling)) for spelling in spellings))
 
     def validate_for(
@@ -349,9 +327,7 @@ class SamplingParams:
         problems = []
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if beyond := [i for i in getattr(self, name) or () if i >= vocab_size]:
-                problems.append(
-                    f"{name} holds {_some(beyond)}; this vocabulary has the ids 0 to {vocab_size - 1}"
-                )
+                problems.append(f"{name} holds {_some(beyond)}; this vocabulary has the ids 0 to {vocab_size - 1}")
         most = vocab_size if max_logprobs is None else min(max_logprobs, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, name)) is not None and wanted > most:

@@ -1,7 +1,7 @@
-"""The whole path once: write a synthetic checkpoint in the released format, load it, generate, sum up (`make demo`).
+"""The whole path once: write a checkpoint in the released format, load it, generate, sum up (`make demo`).
 
-The weights are random, so the text is too; everything else is what the released model goes through: text in three
-languages of which one is code, a chat with reasoning, and a picture.
+The weights are random, so the text is too; everything else is what the released model goes through: English,
+Chinese, code, a chat with reasoning, and a picture.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="tiny", help="name of a synthetic checkpoint (tiny, tiny-realdims)")
-    parser.add_argument("--folder", type=Path, default=HERE.parent / "build" / "demo", help="where it is written")
+    parser.add_argument("--model", default="tiny", help="tiny or tiny-realdims")
+    parser.add_argument("--folder", type=Path, default=HERE.parent / "build" / "demo", help="for checkpoints")
     parser.add_argument("--prompts", default=str(HERE / "prompts.jsonl"))
     parser.add_argument("--max-tokens", type=int, default=48)
     args = parser.parse_args()
@@ -46,12 +46,19 @@ def main() -> None:
         print(f"\n> {shown(prompt)}\n{output.outputs[0].text!r}")
     num_in = sum(len(output.prompt_token_ids) for output in outputs)
     num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
-    providers = Counter(registry.chosen("cpu").values())
-    print(f"""
-load        {load_s:.1f} s from {checkpoint}
-tokens      {num_in} in, {num_out} out, in {seconds:.1f} s: {(num_in + num_out) / seconds:.0f} tok/s, {num_out / seconds:.0f} of them new
-KV cache    {human(sizes.total_bytes)}: {sizes.num_tokens} tokens at {sizes.page_bytes / sizes.page_size:.0f} B, {sizes.num_slots} windows of {human(sizes.slot_bytes)}
-ops (cpu)   {", ".join(f"{count} {name}" for name, count in providers.most_common())}; all of them: deepinfer doctor --ops""")
+    providers = Counter(registry.chosen("cpu").values()).most_common()
+    pages = f"{sizes.num_tokens} tokens at {sizes.page_bytes / sizes.page_size:.0f} B"
+    windows = f"{sizes.num_slots} windows of {human(sizes.slot_bytes)}"
+    rows = {
+        "load": f"{load_s:.1f} s from {checkpoint}",
+        "tokens": f"{num_in} in, {num_out} out, in {seconds:.1f} s",
+        "speed": f"{(num_in + num_out) / seconds:.0f} tok/s, {num_out / seconds:.0f} of them new",
+        "KV cache": f"{human(sizes.total_bytes)}: {pages}, {windows}",
+        "ops (cpu)": ", ".join(f"{count} {name}" for name, count in providers) + " (deepinfer doctor --ops)",
+    }
+    print()
+    for name, value in rows.items():
+        print(f"{name:10}{value}")
 
 
 if __name__ == "__main__":

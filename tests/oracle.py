@@ -248,9 +248,7 @@ class Oracle:
         else:
             pairs = len(x) // 2  # a trailing open pair has no entry
             kv = (x @ self.w(f"{name}.compressor.wkv").T)[: 2 * pairs].reshape(pairs, 2, self.c["head_dim"])
-            gate = (x @ self.w(f"{name}.compressor.wgate").T)[: 2 * pairs].reshape(
-                pairs, 2, self.c["head_dim"]
-            )
+            gate = (x @ self.w(f"{name}.compressor.wgate").T)[: 2 * pairs].reshape(pairs, 2, self.c["head_dim"])
             pooled = self.bf16((softmax(gate, axis=1) * kv).sum(1))
         latent = self.norm(pooled, f"{name}.compressor.norm")
         first = np.arange(len(latent)) * ratio  # an entry sits at its group's first position
@@ -464,9 +462,7 @@ class Oracle:
 
     # ---- DSpark (section 11, dspark.md section 2)
 
-    def draft_attention(
-        self, name: str, x: Array, positions: Array, main: Array, main_positions: Array
-    ) -> Array:
+    def draft_attention(self, name: str, x: Array, positions: Array, main: Array, main_positions: Array) -> Array:
         """Every block row sees all context rows (from the target's taps) and the whole block."""
         _, q = self.query(name, x, positions, False)
         context = self.window_kv(name, main, main_positions, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -28,6 +29,8 @@ def test_architecture_lists_every_room_and_module_as_it_is() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert load_tool("architecture")["page"]() == page, "run `python -m tools.architecture`"
     assert "(no docstring)" not in page
+    (planned,) = re.findall(r"Planned rooms: (.*)\.", page)
+    assert not [name for name in planned.split(", ") if (ROOT / "deepinfer" / name).exists()]
 
 
 def test_every_room_has_its_layer() -> None:

@@ -57,9 +57,7 @@ def test_cann_is_found_in_its_usual_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert (check["found"], check["state"]) == ("9.1.0", "missing")
 
 
-def test_a_broken_torch_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> Any:
         raise OSError("libtorch_cpu.so: cannot open shared object file")
 

@@ -77,9 +77,7 @@ def test_the_page_is_current():
 def variables_in(*places: str) -> set[str]:
     """DEEPINFER_* names that stand alone in quotes, as code that reads or sets a variable writes them."""
     own = {ROOT / "deepinfer" / "envs.py", Path(__file__).resolve()}
-    files = {
-        file for place in places for file in (ROOT / place, *(ROOT / place).rglob("*")) if file.is_file()
-    }
+    files = {file for place in places for file in (ROOT / place, *(ROOT / place).rglob("*")) if file.is_file()}
     texts = [f.read_text(encoding="utf-8", errors="ignore") for f in files - own if f.suffix in SOURCES]
     return {name for text in texts for name in re.findall(r"""["'](DEEPINFER_[A-Z_]+)["']""", text)}
 

@@ -40,9 +40,7 @@ def test_light_modules_import_nothing_heavy():
 
 
 def test_making_params_and_config_imports_no_torch():
-    use = (
-        "import deepinfer; deepinfer.SamplingParams(top_p=0.9); deepinfer.EngineConfig('tiny', device='cuda')"
-    )
+    use = "import deepinfer; deepinfer.SamplingParams(top_p=0.9); deepinfer.EngineConfig('tiny', device='cuda')"
     assert "torch" not in in_fresh_process(use)["heavy"]
 
 

@@ -389,9 +389,7 @@ def test_processes_that_write_the_same_checkpoint_agree_on_the_first(
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_CACHE_ROOT", str(tmp_path))
 
     def fail(name: str, folder: Path) -> None:
@@ -407,13 +405,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
 
 def test_batch_chunks_and_preemption_give_the_same_ids(tiny: LLM) -> None:
     prompts = ["Hello world", "你好，世界", "def f(x):\n    return x", [7, 8, 9] * 8]
-    params = [
-        SamplingParams(max_tokens=16, seed=i, temperature=float(i % 2), ignore_eos=True) for i in range(4)
-    ]
+    params = [SamplingParams(max_tokens=16, seed=i, temperature=float(i % 2), ignore_eos=True) for i in range(4)]
     together = tiny.generate(prompts, params, use_tqdm=False)
-    with LLM(
-        "tiny", numerics="exact", num_pages=10, max_num_seqs=4, max_num_batched_tokens=11, page_size=8
-    ) as small:
+    with LLM("tiny", numerics="exact", num_pages=10, max_num_seqs=4, max_num_batched_tokens=11, page_size=8) as small:
         poison_freed(small.engine)
         chunked = small.generate(prompts, params, use_tqdm=False)
         small.engine.check_idle()

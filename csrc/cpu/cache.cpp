@@ -20,8 +20,8 @@ void pack_fp8_row(const T* in, i64 d, u8* out) {
 
 DI_INLINE void pack_nibbles(vi lo, vi hi, u8* out) {  // 32 codes in column order -> 16 bytes, even columns low
   alignas(64) int32_t c[32];
-  std::memcpy(c, &lo, 64);
-  std::memcpy(c + 16, &hi, 64);
+  store_int(c, lo);
+  store_int(c + 16, hi);
   for (int i = 0; i < 16; i++) out[i] = u8(c[2 * i] | c[2 * i + 1] << 4);
 }
 
@@ -47,7 +47,7 @@ void pack_latent_row(const T* in, i64 d, u8* out) {
       amax = (amax > 6.0f * 0x1p-9f ? amax : 6.0f * 0x1p-9f) / 6.0f;
       int32_t s[16];
       vi code = e4m3_code(splat(amax < 448.0f ? amax : 448.0f));
-      std::memcpy(s, &code, sizeof(s));
+      store_int(s, code);
       out[d / 2 + b * 2 + half] = u8(s[0]);
       codes[half] = e2m1_code(x / splat(e4m3_value(u8(s[0]))));
     }

@@ -79,17 +79,18 @@ DI_INLINE vi twice(b16 codes) {  // 2 * e2m1 of 16 nibbles
   return load_i8(&codes);
 }
 
-// acc + the sum of two int16 products per lane.
-DI_INLINE vi add_pairs(vi acc, vi a, int32_t b) {
-  DI_PARTS {
+// The sum of two int16 products per lane.
+DI_INLINE ni pair_product(ni a, int32_t b) {
 #if defined(__AVX512F__)
-    acc.p[i] += (ni)_mm512_madd_epi16((__m512i)a.p[i], _mm512_set1_epi32(b));
+  return (ni)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(b));
 #elif defined(__AVX2__)
-    acc.p[i] += (ni)_mm256_madd_epi16((__m256i)a.p[i], _mm256_set1_epi32(b));
+  return (ni)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(b));
 #else
-    acc.p[i] += (a.p[i] << 16 >> 16) * int32_t(int16_t(b)) + (a.p[i] >> 16) * (b >> 16);
+  return (a << 16 >> 16) * int32_t(int16_t(b)) + (a >> 16) * (b >> 16);
 #endif
-  }
+}
+DI_INLINE vi add_pairs(vi acc, vi a, int32_t b) {
+  DI_PARTS(acc.p[i] += pair_product(a.p[i], b));
   return acc;
 }
 
@@ -213,7 +214,7 @@ void top(const float* scores, i64 n, const int32_t* ids, i64 k, int32_t* out) {
     }
     auto above = [&](int32_t bound) {  // number of keys > bound
       vi c = isplat(0);
-      for (i64 j = 0; j < np; j += 16) c = c - (iload(keys + j) > isplat(bound));
+      for (i64 j = 0; j < np; j += 16) c = c - (load_int(keys + j) > isplat(bound));
       return isum(c);
     };
     uint32_t last = 0;  // largest bound with at least k keys at or above it, shifted by 2^31

@@ -17,7 +17,7 @@ i64 argmax(const float* v, i64 n) {
     id = select(better, lane + isplat(int32_t(j)), id);
   }
   store(best, top);
-  std::memcpy(at, &id, sizeof(at));
+  store_int(at, id);
   int w = 0;
   for (int l = 1; l < 16; l++)
     if (best[l] > best[w] || (best[l] == best[w] && at[l] < at[w])) w = l;

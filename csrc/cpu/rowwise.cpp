@@ -225,19 +225,24 @@ Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weig
   k_weight.contiguous();
   const bool* image = is_image.contiguous().data<bool>();
   i64 stride = kv.row_stride();
+  float* qk = scratch<float>(kValues, c * h);
+  typed(q_weight, [&](auto* q) {
+    auto* k = k_weight.data<std::remove_pointer_t<decltype(q)>>();
+    for (i64 j = 0; j < c * h; j += 16) store_to(qk, j, c * h, load_from(q, j, c * h) * load_from(k, j, c * h));
+  });
   Tensor z = Tensor::like(streams);
-  auto run = [&](auto* in, auto* key, auto* qw, auto* kw) {
+  auto run = [&](auto* in, auto* key) {
     auto* out = z.data<std::remove_pointer_t<decltype(in)>>();
     parallel(m, 0.3 * double(c * h), [&](i64 begin, i64 end) {
       for (i64 i = begin; i < end; i++)
         for (i64 a = 0; a < c; a++) {
-          auto *r = in + (i * c + a) * h, *q = qw + a * h, *w = kw + a * h;
+          auto* r = in + (i * c + a) * h;
           auto *k = key + i * stride + a * h, *v = key + i * stride + c * h;
           vf rr = splat(0.0f), kk = rr, rk = rr;
           for (i64 j = 0; j < h; j += 16) {
             vf x = load_from(r, j, h), y = load_from(k, j, h);
             rr = fma(x, x, rr), kk = fma(y, y, kk);
-            rk = fma(x * (load_from(q, j, h) * load_from(w, j, h)), y, rk);
+            rk = fma(x * load_from(qk + a * h, j, h), y, rk);
           }
           float norm = inverse_rms(sum(rr), h, float(eps)) * inverse_rms(sum(kk), h, float(eps));
           float dot = sum(rk) * norm * float(1.0 / __builtin_sqrt(double(h)));
@@ -247,9 +252,7 @@ Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weig
         }
     });
   };
-  typed(streams, [&](auto* in) {
-    typed(kv, [&](auto* key) { typed(q_weight, [&](auto* qw) { run(in, key, qw, k_weight.data<std::remove_pointer_t<decltype(qw)>>()); }); });
-  });
+  typed(streams, [&](auto* in) { typed(kv, [&](auto* key) { run(in, key); }); });
   return z;
 }
 

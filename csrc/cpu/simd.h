@@ -38,11 +38,23 @@ struct vi {
   ni p[kParts];
 };
 
-#define DI_PARTS _Pragma("GCC unroll 4") for (int i = 0; i < kParts; i++)
+// Runs a statement for each register i of a vector. Written out: GCC keeps arrays that a loop indexes in memory.
+#define DI_PART(n, ...)     \
+  {                         \
+    constexpr int i = n;    \
+    __VA_ARGS__;            \
+  }
+#if defined(__AVX512F__)
+#define DI_PARTS(...) DI_PART(0, __VA_ARGS__)
+#elif defined(__AVX2__)
+#define DI_PARTS(...) DI_PART(0, __VA_ARGS__) DI_PART(1, __VA_ARGS__)
+#else
+#define DI_PARTS(...) DI_PART(0, __VA_ARGS__) DI_PART(1, __VA_ARGS__) DI_PART(2, __VA_ARGS__) DI_PART(3, __VA_ARGS__)
+#endif
 #define DI_BINARY(R, T, op)             \
   DI_INLINE R operator op(T a, T b) {   \
     R r;                                \
-    DI_PARTS r.p[i] = a.p[i] op b.p[i]; \
+    DI_PARTS(r.p[i] = a.p[i] op b.p[i]); \
     return r;                           \
   }
 DI_BINARY(vf, vf, +) DI_BINARY(vf, vf, -) DI_BINARY(vf, vf, *) DI_BINARY(vf, vf, /)
@@ -52,94 +64,98 @@ DI_BINARY(vi, vi, +) DI_BINARY(vi, vi, -) DI_BINARY(vi, vi, &) DI_BINARY(vi, vi,
 
 DI_INLINE vf splat(float x) {
   vf r;
-  DI_PARTS r.p[i] = x - nf{};
+  DI_PARTS(r.p[i] = x - nf{});
   return r;
 }
 DI_INLINE vi isplat(int32_t x) {
   vi r;
-  DI_PARTS r.p[i] = x - ni{};
-  return r;
-}
-DI_INLINE vi iota() {
-  static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  vi r;
-  __builtin_memcpy(&r, lanes, 64);
+  DI_PARTS(r.p[i] = x - ni{});
   return r;
 }
 DI_INLINE vi shl(vi a, int n) {
-  DI_PARTS a.p[i] = a.p[i] << n;
+  DI_PARTS(a.p[i] = a.p[i] << n);
   return a;
 }
 DI_INLINE vi sar(vi a, int n) {
-  DI_PARTS a.p[i] = a.p[i] >> n;
+  DI_PARTS(a.p[i] = a.p[i] >> n);
   return a;
 }
 DI_INLINE vi bits(vf a) {
   vi r;
-  DI_PARTS r.p[i] = (ni)a.p[i];
+  DI_PARTS(r.p[i] = (ni)a.p[i]);
   return r;
 }
 DI_INLINE vf as_float(vi a) {
   vf r;
-  DI_PARTS r.p[i] = (nf)a.p[i];
+  DI_PARTS(r.p[i] = (nf)a.p[i]);
   return r;
 }
 DI_INLINE vf to_float(vi a) {
   vf r;
-  DI_PARTS r.p[i] = __builtin_convertvector(a.p[i], nf);
+  DI_PARTS(r.p[i] = __builtin_convertvector(a.p[i], nf));
   return r;
 }
 DI_INLINE vf select(vi m, vf a, vf b) {
-  DI_PARTS a.p[i] = m.p[i] ? a.p[i] : b.p[i];
+  DI_PARTS(a.p[i] = m.p[i] ? a.p[i] : b.p[i]);
   return a;
 }
 DI_INLINE vi select(vi m, vi a, vi b) {
-  DI_PARTS a.p[i] = m.p[i] ? a.p[i] : b.p[i];
+  DI_PARTS(a.p[i] = m.p[i] ? a.p[i] : b.p[i]);
   return a;
 }
 DI_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }  // b where a is NaN
 DI_INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
 DI_INLINE vf abs(vf a) { return as_float(bits(a) & isplat(0x7fffffff)); }
 
-DI_INLINE vf fma(vf a, vf b, vf c) {
-  DI_PARTS {
+DI_INLINE nf fma1(nf a, nf b, nf c) {
 #if defined(__AVX512F__)
-    c.p[i] = (nf)_mm512_fmadd_ps((__m512)a.p[i], (__m512)b.p[i], (__m512)c.p[i]);
+  return (nf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
-    c.p[i] = (nf)_mm256_fmadd_ps((__m256)a.p[i], (__m256)b.p[i], (__m256)c.p[i]);
+  return (nf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__aarch64__)
-    c.p[i] = (nf)vfmaq_f32((float32x4_t)c.p[i], (float32x4_t)a.p[i], (float32x4_t)b.p[i]);
+  return (nf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    for (int l = 0; l < V; l++) c.p[i][l] = __builtin_fmaf(a.p[i][l], b.p[i][l], c.p[i][l]);
+  for (int l = 0; l < V; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
+  return c;
 #endif
-  }
+}
+DI_INLINE vf fma(vf a, vf b, vf c) {
+  DI_PARTS(c.p[i] = fma1(a.p[i], b.p[i], c.p[i]));
   return c;
 }
 
-DI_INLINE vf sqrt(vf a) {
-  DI_PARTS {
+DI_INLINE nf sqrt1(nf a) {
 #if defined(__AVX512F__)
-    a.p[i] = (nf)_mm512_sqrt_ps((__m512)a.p[i]);
+  return (nf)_mm512_sqrt_ps((__m512)a);
 #elif defined(__AVX2__)
-    a.p[i] = (nf)_mm256_sqrt_ps((__m256)a.p[i]);
+  return (nf)_mm256_sqrt_ps((__m256)a);
 #else
-    for (int l = 0; l < V; l++) a.p[i][l] = __builtin_sqrtf(a.p[i][l]);
+  for (int l = 0; l < V; l++) a[l] = __builtin_sqrtf(a[l]);
+  return a;
 #endif
-  }
+}
+DI_INLINE vf sqrt(vf a) {
+  DI_PARTS(a.p[i] = sqrt1(a.p[i]));
   return a;
 }
 
+// Register by register: one memcpy of the whole struct would pin it to memory.
 DI_INLINE vf load(const float* p) {
   vf r;
-  __builtin_memcpy(&r, p, 64);
+  DI_PARTS(__builtin_memcpy(&r.p[i], p + i * V, sizeof(nf)));
   return r;
 }
-DI_INLINE vi iload(const int32_t* p) {
+DI_INLINE void store(float* p, vf a) { DI_PARTS(__builtin_memcpy(p + i * V, &a.p[i], sizeof(nf))); }
+DI_INLINE vi load_int(const int32_t* p) {
   vi r;
-  __builtin_memcpy(&r, p, 64);
+  DI_PARTS(__builtin_memcpy(&r.p[i], p + i * V, sizeof(ni)));
   return r;
 }
-DI_INLINE void store(float* p, vf a) { __builtin_memcpy(p, &a, 64); }
+DI_INLINE void store_int(int32_t* p, vi a) { DI_PARTS(__builtin_memcpy(p + i * V, &a.p[i], sizeof(ni))); }
+DI_INLINE vi iota() {
+  static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load_int(lanes);
+}
 DI_INLINE float bits_to_float(uint32_t u) {
   float f;
   __builtin_memcpy(&f, &u, 4);
@@ -178,7 +194,7 @@ DI_INLINE float sum(vf a) {
 }
 DI_INLINE int32_t isum(vi a) {
   int32_t t[16], r = 0;
-  __builtin_memcpy(t, &a, 64);
+  store_int(t, a);
   for (int i = 0; i < 16; i++) r += t[i];
   return r;
 }
@@ -201,7 +217,7 @@ DI_INLINE vi load_u8(const u8* p) {
   return {{(ni)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), (ni)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))}};
 #else
   vi r;
-  DI_PARTS for (int l = 0; l < V; l++) r.p[i][l] = p[i * V + l];
+  DI_PARTS(for (int l = 0; l < V; l++) r.p[i][l] = p[i * V + l]);
   return r;
 #endif
 }
@@ -213,7 +229,7 @@ DI_INLINE vi load_i8(const void* p) {
   return {{(ni)_mm256_cvtepi8_epi32(b), (ni)_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8))}};
 #else
   vi r;
-  DI_PARTS for (int l = 0; l < V; l++) r.p[i][l] = static_cast<const int8_t*>(p)[i * V + l];
+  DI_PARTS(for (int l = 0; l < V; l++) r.p[i][l] = static_cast<const int8_t*>(p)[i * V + l]);
   return r;
 #endif
 }
@@ -222,11 +238,11 @@ DI_INLINE vf load(const bf16* p) {
   return {{(nf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16)}};
 #elif defined(__AVX2__)
   vf r;
-  DI_PARTS r.p[i] = (nf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + i)), 16);
+  DI_PARTS(r.p[i] = (nf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + i)), 16));
   return r;
 #else
   vi r;
-  DI_PARTS for (int l = 0; l < V; l++) r.p[i][l] = int32_t(uint32_t(p[i * V + l]) << 16);
+  DI_PARTS(for (int l = 0; l < V; l++) r.p[i][l] = int32_t(uint32_t(p[i * V + l]) << 16));
   return as_float(r);
 #endif
 }
@@ -244,7 +260,7 @@ DI_INLINE void store(bf16* p, vf a) {
   __m256i h = _mm256_packs_epi32((__m256i)r.p[0], (__m256i)r.p[1]);
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(h, 0xd8));
 #else
-  DI_PARTS for (int l = 0; l < V; l++) p[i * V + l] = bf16(r.p[i][l]);
+  DI_PARTS(for (int l = 0; l < V; l++) p[i * V + l] = bf16(r.p[i][l]));
 #endif
 }
 DI_INLINE void store_u8(u8* p, vi a) {  // 0..255
@@ -254,7 +270,7 @@ DI_INLINE void store_u8(u8* p, vi a) {  // 0..255
   __m256i h = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)a.p[0], (__m256i)a.p[1]), 0xd8);
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
 #else
-  DI_PARTS for (int l = 0; l < V; l++) p[i * V + l] = u8(a.p[i][l]);
+  DI_PARTS(for (int l = 0; l < V; l++) p[i * V + l] = u8(a.p[i][l]));
 #endif
 }
 // First n < 16 lanes.
@@ -335,11 +351,8 @@ DI_INLINE void e2m1(const u8* p, float scale, vf& even, vf& odd) {
   odd.p[0] = (nf)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)c.p[0], 4), table);
 #elif defined(__AVX2__)
   __m256 table = _mm256_mul_ps(_mm256_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f), _mm256_set1_ps(scale));
-  DI_PARTS {
-    ni s = (c.p[i] & 8) << 28, t = (c.p[i] & 0x80) << 24;
-    even.p[i] = (nf)((ni)_mm256_permutevar8x32_ps(table, (__m256i)c.p[i]) ^ s);
-    odd.p[i] = (nf)((ni)_mm256_permutevar8x32_ps(table, (__m256i)(c.p[i] >> 4)) ^ t);
-  }
+  auto value = [&](ni n) { return (nf)((ni)_mm256_permutevar8x32_ps(table, (__m256i)n) ^ (n & 8) << 28); };
+  DI_PARTS(even.p[i] = value(c.p[i]); odd.p[i] = value(c.p[i] >> 4));
 #else
   vf s = splat(scale), up = splat(0x1p126f);
   even = as_float(shl(c & isplat(7), 22) | shl(c & isplat(8), 28)) * up * s;

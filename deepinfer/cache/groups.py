@@ -75,9 +75,7 @@ def size_pools(
     that do not fit are refused one by one).
     """
     if max_model_len is not None and max_model_len > model_limit:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, but this model has {model_limit} positions; lower it"
-        )
+        raise ConfigError(f"max_model_len is {max_model_len}, but this model has {model_limit} positions; lower it")
     slots = (max_num_seqs + 1) * slot_bytes
     if num_pages is None and memory_bytes is not None:
         num_pages = (memory_bytes - slots) // page_bytes - 1

@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 
 @click.command(cls=options.Command, name="run-batch", short_help="Run an OpenAI batch file.")
 @options.model_option
-@click.option(
-    "--input", "-i", "source", required=True, metavar="FILE", help="requests, one JSON object per line"
-)
-@click.option(
-    "--output", "-o", "target", required=True, metavar="FILE", help="results, in the order of the requests"
-)
+@click.option("--input", "-i", "source", required=True, metavar="FILE", help="requests, one JSON object per line")
+@click.option("--output", "-o", "target", required=True, metavar="FILE", help="results, in the order of the requests")
 @click.option(
     "--max-inflight",
     type=click.IntRange(min=1),
@@ -53,9 +49,7 @@ def run_batch(model: str, source: str, target: str, max_inflight: int | None, **
     try:
         todo = [request for request in requests if request.custom_id not in results.done]
         if len(todo) < len(requests):
-            click.echo(
-                f"{len(requests) - len(todo)} of {len(requests)} results are in {target} already", err=True
-            )
+            click.echo(f"{len(requests) - len(todo)} of {len(requests)} results are in {target} already", err=True)
         if todo:
             limit = max_inflight or max(1024, 2 * config.max_num_seqs)
             with open_llm(config) as llm, tqdm(total=len(todo), desc="Requests", unit="request") as bar:
@@ -76,9 +70,7 @@ def _write(results: ResultFile, line: dict[str, Any], total: int) -> None:
     try:
         results.write(line)
     except OSError as error:
-        raise RequestError(
-            f"cannot write {results.path}: {error.strerror}; {_progress(results, total)}"
-        ) from error
+        raise RequestError(f"cannot write {results.path}: {error.strerror}; {_progress(results, total)}") from error
 
 
 def _progress(results: ResultFile, total: int) -> str:
@@ -126,9 +118,7 @@ def _submit(llm: LLM, request: BatchRequest) -> _InFlight:
         if request.kind == "chat":
             rendered = render({"messages": request.messages, **request.chat_options}, llm)
             entry.parse = rendered.parse
-            prompts = [
-                {"prompt_token_ids": rendered.token_ids, "multi_modal_data": {"image": rendered.images}}
-            ]
+            prompts = [{"prompt_token_ids": rendered.token_ids, "multi_modal_data": {"image": rendered.images}}]
             params = params.replace(skip_special_tokens=False)  # `parse` reads the control tokens
         parts = [llm.make_request(prompt, params) for prompt in prompts]
     except DeepInferError as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deepinfer.cli import options
-from deepinfer.cli.prompts import as_llm_prompt, open_llm, render
+from deepinfer.cli.prompts import as_llm_prompt, open_llm, render, terminal_text
 from deepinfer.errors import RequestError
 from deepinfer.params import SamplingParams
 
@@ -33,14 +33,10 @@ HELP = """\
 @options.model_option
 @click.option("--system", metavar="TEXT", help="system message")
 @click.option("--thinking/--no-thinking", default=None, help="think before answering")
-@click.option(
-    "--reasoning-effort", metavar="LEVEL", help="none, minimal, low, medium, high, xhigh, max, or 1 to 100"
-)
+@click.option("--reasoning-effort", metavar="LEVEL", help="none, minimal, low, medium, high, xhigh, max, or 1 to 100")
 @options.options_of(SamplingParams, "Sampling", skip=NOT_IN_A_CHAT)
 @options.engine_options
-def chat(
-    model: str, system: str | None, thinking: bool | None, reasoning_effort: str | None, **values: Any
-) -> None:
+def chat(model: str, system: str | None, thinking: bool | None, reasoning_effort: str | None, **values: Any) -> None:
     """Talk with the model. A reply is as long as the context allows unless --max-tokens or EOS ends it."""
     params = options.sampling_params(model, values)
     if "max_tokens" not in options.given(SamplingParams, values):
@@ -137,10 +133,10 @@ class Session:
                 piece = delta.outputs[0].text
                 pieces.append(piece)
                 before, mark, after = piece.partition(END_OF_THINKING) if thinking else (piece, "", "")
-                click.secho(before, nl=bool(mark), dim=thinking)
+                click.secho(terminal_text(before), nl=bool(mark), dim=thinking)
                 if mark:
                     thinking = False
-                    click.echo(after.lstrip("\n"), nl=False)
+                    click.echo(terminal_text(after.lstrip("\n")), nl=False)
         click.echo()
         return "".join(pieces)
 

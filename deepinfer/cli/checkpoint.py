@@ -78,6 +78,4 @@ def _line(checkpoint: str, check: Check) -> str:
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
-    }
+    return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}

@@ -40,9 +40,7 @@ def doctor(device: str, ops: bool, as_json: bool) -> int:
     click.echo("\nChecks")
     width = max(len(check["name"]) for check in found["checks"])
     for check in found["checks"]:
-        line = (
-            f"  {MARKS[check['state']]} {check['name']:{width}}  {check['found']}  (needs {check['needed']})"
-        )
+        line = f"  {MARKS[check['state']]} {check['name']:{width}}  {check['found']}  (needs {check['needed']})"
         click.echo(line.replace("needs optional", "optional"))
         if check["remedy"]:
             click.echo(f"       {'':{width}}  -> {check['remedy']}")

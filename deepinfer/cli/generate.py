@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from deepinfer.cli import options
-from deepinfer.cli.prompts import Prompt, as_llm_prompt, open_llm, read_prompts, shown
+from deepinfer.cli.prompts import Prompt, as_llm_prompt, open_llm, read_prompts, shown, terminal_text
 from deepinfer.errors import RequestError
 from deepinfer.outputs import RequestOutput
 
@@ -26,9 +26,7 @@ from deepinfer.outputs import RequestOutput
 @click.option("--json", "as_json", is_flag=True, help="print the list of outputs as one JSON document")
 @options.sampling_options
 @options.engine_options
-def generate(
-    model: str, prompt: tuple[str, ...], prompts_file: str | None, as_json: bool, **values: Any
-) -> int:
+def generate(model: str, prompt: tuple[str, ...], prompts_file: str | None, as_json: bool, **values: Any) -> int:
     """Continue prompts. Progress goes to stderr, results to stdout.
 
     Exit code 1 when a request failed while it ran.
@@ -64,6 +62,6 @@ def _print(source: Prompt, output: RequestOutput) -> None:
         click.secho(f"error: {output.error}", fg="red")
     for one in output.outputs:
         text = one.text if one.text or not one.token_ids else f"token ids {one.token_ids}"
-        click.echo(text)
+        click.echo(terminal_text(text))
         click.secho(f"  ({len(one.token_ids)} tokens, {one.finish_reason})", dim=True)
     click.echo()

@@ -94,9 +94,7 @@ def _value_type(hint: Any) -> tuple[Value | click.Choice[str] | None, bool]:
         return click.Choice(typing.get_args(kinds[0])), False
     if Sequence in origins:
         (item,) = typing.get_args(kinds[origins.index(Sequence)])
-        return (
-            (Value("ID,ID,...", _ids, optional), False) if item is int else (Value("TEXT", str, False), True)
-        )
+        return (Value("ID,ID,...", _ids, optional), False) if item is int else (Value("TEXT", str, False), True)
     if Mapping in origins:
         of_ids = typing.get_args(kinds[origins.index(Mapping)])[0] is int
         return Value("ID=BIAS,...", _biases, optional) if of_ids else Value("JSON", _json, optional), False
@@ -118,9 +116,7 @@ def options_of(cls: Any, section: str, skip: Collection[str] = ()) -> Callable[[
             flag = parameter.replace("_", "-")
             text = field.metadata["help"]
             if field.default not in (MISSING, None, ()):
-                text += (
-                    f" [{str(field.default).lower() if isinstance(field.default, bool) else field.default}]"
-                )
+                text += f" [{str(field.default).lower() if isinstance(field.default, bool) else field.default}]"
             settings: dict[str, Any] = {"default": None, "help": text + " (repeatable)" * repeatable}
             if kind is None:
                 flag += f"/--no-{flag}"
@@ -163,9 +159,7 @@ def sampling_params(model: str, values: Mapping[str, Any]) -> SamplingParams:
     Raises RequestError for the options, CheckpointError for an unreadable generation_config.json.
     """
     changes = given(SamplingParams, values)
-    SamplingParams(
-        **changes
-    )  # the options by themselves first: their errors should not depend on the checkpoint
+    SamplingParams(**changes)  # the options by themselves first: their errors should not depend on the checkpoint
     return default_params(model).replace(**changes)
 
 

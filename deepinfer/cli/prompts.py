@@ -29,6 +29,7 @@ WITH_PROMPT = ("multi_modal_data",)
 WITH_MESSAGES = ("tools", "thinking", "reasoning_effort")
 
 Prompt = dict[str, Any]
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def read_prompts(path: str) -> list[Prompt]:
@@ -60,9 +61,7 @@ def _items(path: str, text: str, problems: list[str]) -> Iterator[tuple[str, Any
         except ValueError as error:
             problems.append(f"not JSON: {error}")
             return
-        yield from (
-            (f"item {i}", value) for i, value in enumerate(values if isinstance(values, list) else [values])
-        )
+        yield from ((f"item {i}", value) for i, value in enumerate(values if isinstance(values, list) else [values]))
         return
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -74,9 +73,7 @@ def _items(path: str, text: str, problems: list[str]) -> Iterator[tuple[str, Any
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) for item in value
-    )
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
 def _fault(item: Any) -> str | None:
@@ -142,13 +139,16 @@ def shown(prompt: Prompt, width: int = 100) -> str:
         message = prompt["messages"][-1] if prompt["messages"] else {}
         content = message.get("content") if isinstance(message, dict) else message
         parts = content if isinstance(content, list) else [{"text": content}]
-        text = " ".join(
-            str(part.get("text") or f"[{part.get('type')}]") for part in parts if isinstance(part, dict)
-        )
+        text = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts if isinstance(part, dict))
     else:
         text = str(prompt.get("prompt") or prompt.get("prompt_token_ids"))
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def terminal_text(text: str) -> str:
+    """Model text for a person: control characters, which could steer a terminal, are replaced."""
+    return text.translate(_CONTROLS)
 
 
 def open_llm(config: EngineConfig) -> LLM:

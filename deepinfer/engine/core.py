@@ -113,9 +113,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request behind all others."""
         if request.request_id in self.requests:
-            raise EngineError(
-                f"request id {request.request_id!r} is in use; ids of queued requests must differ"
-            )
+            raise EngineError(f"request id {request.request_id!r} is in use; ids of queued requests must differ")
         self.requests[request.request_id] = request
         for seq in request.sequences:
             self.scheduler.add(seq)
@@ -219,17 +217,13 @@ def load_engine(config: EngineConfig) -> Engine:
     config.check_device()
     folder = checkpoint_folder(config.model)
     model_config = ModelConfig.from_dir(folder)
-    config.resolve_for(
-        model_config
-    )  # an option beyond the model's limits is told before the weights are read
+    config.resolve_for(model_config)  # an option beyond the model's limits is told before the weights are read
     tokenizer = Tokenizer(config.tokenizer or folder)
     weights = checkpoint.load_checkpoint(folder, model_config, device=config.device)
     token_map = None
     if model_config.engram_layer_ids:
         classes = model_config.engram_compressed_vocab_size
-        token_map = torch.from_numpy(
-            engram_token_map(tokenizer, model_config.vocab_size, num_classes=classes)
-        )
+        token_map = torch.from_numpy(engram_token_map(tokenizer, model_config.vocab_size, num_classes=classes))
     model = Transformer(model_config, weights, token_map, numerics=config.numerics)
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     engine = Engine(config, model_config, model, tokenizer, _default_params(folder))

@@ -58,9 +58,7 @@ class Limits:
     max_logprobs: int | None
     replay_keep: int | None  # rows of a prompt's end that the decoder half runs on; None = all rows
 
-    def check(
-        self, prompt: Prompt, params: SamplingParams, bad_word_ids: tuple[tuple[int, ...], ...]
-    ) -> None:
+    def check(self, prompt: Prompt, params: SamplingParams, bad_word_ids: tuple[tuple[int, ...], ...]) -> None:
         """RequestError naming value, limit and remedy when the engine could not serve the request."""
         ids = prompt.token_ids
         if not ids:

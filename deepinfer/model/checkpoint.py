@@ -149,9 +149,7 @@ def _attention(c: ModelConfig, layer: LayerSpec) -> dict[str, TensorSpec]:
     t = _fp8(f"{p}.wq_a", c.q_lora_rank, h) | _fp8(f"{p}.wkv", d, h)
     t |= _bf16(f"{p}.q_norm.weight", c.q_lora_rank) | _bf16(f"{p}.kv_norm.weight", d)
     t |= _fp8(f"{p}.wq_b", c.num_attention_heads * d, c.q_lora_rank)
-    t |= _fp8(f"{p}.wo_a", c.o_groups * c.o_lora_rank, group_in) | _fp8(
-        f"{p}.wo_b", h, c.o_groups * c.o_lora_rank
-    )
+    t |= _fp8(f"{p}.wo_a", c.o_groups * c.o_lora_rank, group_in) | _fp8(f"{p}.wo_b", h, c.o_groups * c.o_lora_rank)
     t |= _f32(f"{p}.attn_sink", c.num_attention_heads)
     if layer.owns_kv:
         t |= _bf16(f"{p}.compressor.wkv.weight", d, h)
@@ -341,9 +339,7 @@ def _checked_shards(root: Path, config: ModelConfig) -> dict[str, list[str]]:
         [f"{n}: {list(f.shape)}, expected {list(s.shape)}" for n, f, s in both if f.shape != s.shape],
     )
     if problems:
-        raise CheckpointError(
-            list_problems(f"{root} does not hold the tensors its config.json describes", problems)
-        )
+        raise CheckpointError(list_problems(f"{root} does not hold the tensors its config.json describes", problems))
     return shards
 
 
@@ -378,9 +374,7 @@ def _read_header(file: Path) -> dict[str, TensorSpec]:
     except OSError as e:
         raise CheckpointError(f"missing shard {file.name}: {e.strerror}") from e
     if 8 + length > size:
-        raise CheckpointError(
-            f"truncated shard {file.name}: {size} bytes end inside its header; copy it again"
-        )
+        raise CheckpointError(f"truncated shard {file.name}: {size} bytes end inside its header; copy it again")
     try:
         header: dict[str, Any] = json.loads(raw)
         header.pop("__metadata__", None)
@@ -429,9 +423,7 @@ def write_checkpoint(
             if source.exists():
                 shutil.copyfile(source, root / source.name)
         weight_map: dict[str, str] = {}
-        mode = (
-            (root / "config.json").stat().st_mode
-        )  # safetensors leaves its files readable by their owner only
+        mode = (root / "config.json").stat().st_mode  # safetensors leaves its files readable by their owner only
         for i, names in enumerate(shards):
             final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             (root / _partial(i)).rename(root / final).chmod(mode)
@@ -468,9 +460,7 @@ def _write_shards(
         batch[name] = stored
         batched += stored.nbytes
     if missing:
-        raise CheckpointError(
-            list_problems("not every tensor was given", _listed("missing tensor", [*missing]))
-        )
+        raise CheckpointError(list_problems("not every tensor was given", _listed("missing tensor", [*missing])))
     flush()
     return shards
 

@@ -1,6 +1,7 @@
 """Global KV of a source layer: compressed latents and index keys, written for every row of the step.
 
-Belongs here: spec/model.md 6 "Compressor" and the owner half of "Indexer". Does not belong here: selection (indexer.py).
+Belongs here: spec/model.md 6 "Compressor" and the owner half of "Indexer". Does not belong here: selection
+(indexer.py).
 """
 
 from __future__ import annotations
@@ -34,9 +35,7 @@ def write_global_kv(
         ops.ring_write(ring, kv_gate, rows.slots, rows.positions, rows.run_last)
         cos, sin = rows.pair
     latent = ops.rms_norm(latent, w.norm, config.rms_norm_eps)  # [T, D]
-    key = ops.rms_norm(
-        ops.linear(latent, w.wk, None, exact), w.k_norm, config.rms_norm_eps
-    )  # before RoPE and rounding
+    key = ops.rms_norm(ops.linear(latent, w.wk, None, exact), w.k_norm, config.rms_norm_eps)  # before RoPE and rounding
     where = (state.page_table, rows.slots, rows.positions, spec.ratio, state.page_size)
     ops.page_write(state.latent[spec.index], ops.pack_latent(ops.rope(latent, cos, sin, False)), *where)
     ops.index_page_write(state.index_key[spec.index], ops.pack_index(ops.rope(key, cos, sin, False)), *where)

@@ -294,9 +294,7 @@ def engram_multipliers(config: ModelConfig) -> NDArray[np.int64]:
     """Hash multipliers [Engram layers, max_ngram_size]: odd, and id * multiplier fits 63 bits."""
     bound = ((2**63 - 1) // config.engram_compressed_vocab_size) // 2
     draws = [
-        np.random.default_rng(10007 * layer).integers(
-            0, bound, size=config.engram_max_ngram_size, dtype=np.int64
-        )
+        np.random.default_rng(10007 * layer).integers(0, bound, size=config.engram_max_ngram_size, dtype=np.int64)
         for layer in config.engram_layer_ids
     ]
     return np.stack(draws) * 2 + 1 if draws else np.zeros((0, config.engram_max_ngram_size), np.int64)
@@ -445,8 +443,7 @@ def _check_numbers(c: Any) -> list[str]:
     limit = min(c.head_dim, c.index_head_dim)
     if c.qk_rope_head_dim % 2 or not 0 < c.qk_rope_head_dim <= limit:
         bad.append(
-            f"qk_rope_head_dim must be even and at most {limit} (head_dim, index_head_dim), "
-            f"found {c.qk_rope_head_dim}"
+            f"qk_rope_head_dim must be even and at most {limit} (head_dim, index_head_dim), found {c.qk_rope_head_dim}"
         )
     if c.n_shared_experts != 1:
         bad.append(f"n_shared_experts must be 1, found {c.n_shared_experts}")
@@ -455,13 +452,11 @@ def _check_numbers(c: Any) -> list[str]:
     reach = c.candidate_topk_blocks * c.candidate_block_size - (c.candidate_block_size - 1)
     if 0 < reach < c.index_topk:
         bad.append(
-            f"candidate_topk_blocks {c.candidate_topk_blocks} x candidate_block_size {c.candidate_block_size} may leave "
-            f"only {reach} candidates, fewer than index_topk {c.index_topk}"
+            f"candidate_topk_blocks {c.candidate_topk_blocks} x candidate_block_size {c.candidate_block_size} may "
+            f"leave only {reach} candidates, fewer than index_topk {c.index_topk}"
         )
     if c.num_experts_per_tok > c.n_routed_experts:
-        bad.append(
-            f"num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}"
-        )
+        bad.append(f"num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}")
     for name in (*_TOP_KEYS, "engram_pad_token_id"):
         if getattr(c, name) >= c.vocab_size:
             bad.append(f"{name} {getattr(c, name)} is outside the vocabulary of {c.vocab_size}")
@@ -471,11 +466,7 @@ def _check_numbers(c: Any) -> list[str]:
 def _check_layer_map(c: Any) -> list[str]:
     ratios, kv, index = c.compress_ratios, c.kv_source_layer_ids, c.index_source_layer_ids
     n = c.num_hidden_layers
-    bad = [
-        f"compress_ratios[{i}] must be 0, 1 or 2, found {r}"
-        for i, r in enumerate(ratios)
-        if r not in (0, 1, 2)
-    ]
+    bad = [f"compress_ratios[{i}] must be 0, 1 or 2, found {r}" for i, r in enumerate(ratios) if r not in (0, 1, 2)]
     if len(ratios) != n + c.num_nextn_predict_layers:
         bad.append(
             f"compress_ratios must have {n + c.num_nextn_predict_layers} entries "
@@ -500,8 +491,7 @@ def _check_layer_map(c: Any) -> list[str]:
         if ratios[i] and (source is None or ratios[source] != ratios[i]):
             found = "none" if source is None else f"layer {source} with ratio {ratios[source]}"
             bad.append(
-                f"layer {i} has ratio {ratios[i]} and needs a kv source of that ratio at or before it, "
-                f"found {found}"
+                f"layer {i} has ratio {ratios[i]} and needs a kv source of that ratio at or before it, found {found}"
             )
         if not ratios[i] and (i in kv or i in index):
             bad.append(f"layer {i} has ratio 0 and cannot be a kv or index source")
@@ -511,10 +501,7 @@ def _check_layer_map(c: Any) -> list[str]:
     if ratios[last] > 1:
         bad.append(f"the last kv source {last} must have ratio 1, found {ratios[last]}")
     if c.candidate_source_layer_id != last:
-        bad.append(
-            f"candidate_source_layer_id must be the last kv source {last}, "
-            f"found {c.candidate_source_layer_id}"
-        )
+        bad.append(f"candidate_source_layer_id must be the last kv source {last}, found {c.candidate_source_layer_id}")
     late = [i for i in c.engram_layer_ids if i >= last]
     if late:
         bad.append(f"Engram layers must come before the last kv source {last} (decoder replay), found {late}")
@@ -535,13 +522,9 @@ def _check_engram(c: Any) -> list[str]:
     if c.engram_max_ngram_size < 2:
         bad.append(f"engram_max_ngram_size must be at least 2, found {c.engram_max_ngram_size}")
     if c.engram_head_dim % QUANT_BLOCK:
-        bad.append(
-            f"engram_head_dim must be a multiple of {QUANT_BLOCK} (scale blocks), found {c.engram_head_dim}"
-        )
+        bad.append(f"engram_head_dim must be a multiple of {QUANT_BLOCK} (scale blocks), found {c.engram_head_dim}")
     if c.engram_compressed_vocab_size > c.vocab_size:
-        bad.append(
-            f"engram_compressed_vocab_size {c.engram_compressed_vocab_size} exceeds vocab_size {c.vocab_size}"
-        )
+        bad.append(f"engram_compressed_vocab_size {c.engram_compressed_vocab_size} exceeds vocab_size {c.vocab_size}")
     if not bad:
         rows = engram_primes(c).sum((1, 2)).tolist()
         if rows != list(c.engram_num_embeddings):
@@ -568,9 +551,7 @@ def _check_draft(c: Any) -> list[str]:
             f"dspark_n_routed_experts {c.dspark_n_routed_experts}"
         )
     if c.dspark_noise_token_id >= c.vocab_size:
-        bad.append(
-            f"dspark_noise_token_id {c.dspark_noise_token_id} is outside the vocabulary of {c.vocab_size}"
-        )
+        bad.append(f"dspark_noise_token_id {c.dspark_noise_token_id} is outside the vocabulary of {c.vocab_size}")
     if not c.dspark_target_layer_ids:
         bad.append("dspark_target_layer_ids must name at least one layer when there are draft stages")
     return bad
@@ -579,9 +560,7 @@ def _check_draft(c: Any) -> list[str]:
 def _check_vision(v: VisionConfig) -> list[str]:
     names = tuple(f.name for f in fields(VisionConfig) if f.name not in ("max_wh_ratio", "min_pixels"))
     bad = [
-        f"vision_config.{name} must be at least 1, found {getattr(v, name)}"
-        for name in names
-        if getattr(v, name) < 1
+        f"vision_config.{name} must be at least 1, found {getattr(v, name)}" for name in names if getattr(v, name) < 1
     ]
     if not bad and v.hidden_size % (4 * v.num_attention_heads):
         bad.append(

@@ -57,9 +57,7 @@ class Draft:
     ) -> None:
         """Append committed rows to the context rings: taps [N, taps*H], slots/positions/run_last int32 [N]."""
         eps = self.config.rms_norm_eps
-        main = self.ops.rms_norm(
-            linear(self.ops, quantise(self.ops, taps), self.main_proj), self.main_norm, eps
-        )
+        main = self.ops.rms_norm(linear(self.ops, quantise(self.ops, taps), self.main_proj), self.main_norm, eps)
         x = quantise(self.ops, main)
         angles = cos_sin(positions, self.target.inv_freq[0])
         for (_, w), ring in zip(self.stages, state.draft_window, strict=True):
@@ -85,9 +83,7 @@ class Draft:
         token k of the block, default argmax.
         """
         c, g = self.config, self.config.dspark_block_size
-        ids = torch.full(
-            (anchors.shape[0], g), c.dspark_noise_token_id, dtype=torch.int64, device=anchors.device
-        )
+        ids = torch.full((anchors.shape[0], g), c.dspark_noise_token_id, dtype=torch.int64, device=anchors.device)
         ids[:, 0] = anchors
         positions = (start.unsqueeze(1) + torch.arange(g, dtype=start.dtype, device=start.device)).flatten()
         angles = cos_sin(positions, self.target.inv_freq[0])
@@ -115,17 +111,15 @@ class Draft:
         qr, kv = linear(o, x, w.attn.wqkv_a).split((c.q_lora_rank, c.head_dim), dim=1)
         block = o.pack_window(o.rope(o.rms_norm(kv, w.attn.kv_norm, c.rms_norm_eps), *angles, False))
         qr = quantise(o, o.rms_norm(qr, w.attn.q_norm, c.rms_norm_eps))
-        q = o.rope(
-            linear(o, qr, w.attn.wq_b).unflatten(1, (c.num_attention_heads, c.head_dim)), *angles, False
-        )
+        q = o.rope(linear(o, qr, w.attn.wq_b).unflatten(1, (c.num_attention_heads, c.head_dim)), *angles, False)
         a = o.block_attention(q, block, *context, w.attn.sink, c.head_dim**-0.5, c.sliding_window)
         y = output_projection(o, c, w.attn, o.rope(a, *angles, True))
         streams = o.hc_write(y, streams, post, comb)
 
         f_pre, post, comb = hyper_connections.mix(o, c, w.hc_ffn, streams)
-        x = hyper_connections.read(o, c, streams, a_pre, w.ffn_norm)
-        text = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
-        return o.hc_write(moe(o, c, spec, w.moe, x, text), streams, post, comb), f_pre
+        h = hyper_connections.read(o, c, streams, a_pre, w.ffn_norm)
+        text = torch.zeros(h.shape[0], dtype=torch.bool, device=h.device)
+        return o.hc_write(moe(o, c, spec, w.moe, h, text), streams, post, comb), f_pre
 
     def _markov(
         self, x: Tensor, base: Tensor, anchors: Tensor, choose: Callable[[Tensor, int], Tensor] | None

@@ -38,7 +38,7 @@ class EngramTables:
 def hash_rows(
     ops: Ops, config: ModelConfig, tables: EngramTables, ids: Tensor, rows: Rows, state: ModelState
 ) -> list[Tensor]:
-    """Table rows int64 [T, columns] of each Engram layer, from raw ids int32 [T]; remembers the ids for the next step."""
+    """Table rows int64 [T, columns] of each Engram layer, from ids int32 [T]; remembers the ids."""
     tokens = ops.engram_lookback(
         ids,
         rows.positions,

@@ -23,9 +23,7 @@ def expand(config: ModelConfig, h: Tensor) -> tuple[Tensor, Tensor]:
 
 def mix(ops: Ops, config: ModelConfig, w: HyperWeights, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(pre, post, comb) of a sublayer from the streams entering it."""
-    return ops.hc_mix(
-        streams, w.fn, w.base, w.scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
-    )
+    return ops.hc_mix(streams, w.fn, w.base, w.scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
 
 
 def read(ops: Ops, config: ModelConfig, streams: Tensor, pre: Tensor, norm: Tensor) -> Tensor:

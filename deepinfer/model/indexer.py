@@ -40,8 +40,10 @@ def select(
     q = ops.pack_index(ops.rope(linear(ops, qr, w.wq_b).unflatten(1, (h, d)), *rows.yarn, False))
     weights = ops.linear(x, w.weights_proj, None, False).float() * (d**-0.5 * h**-0.5)
     visible = (rows.positions + 1) // spec.ratio  # entries whose whole group is at or before the row
-    args = (q, weights, state.index_key[spec.kv_source], state.page_table, rows.slots, visible)
-    args += (spec.ratio, state.page_size, config.index_topk)
+    args = (
+        *(q, weights, state.index_key[spec.kv_source], state.page_table, rows.slots, visible),
+        *(spec.ratio, state.page_size, config.index_topk),
+    )
     if spec.candidate == "source":
         selection.entries, selection.blocks = ops.index_topk_publish(
             *args, config.candidate_topk_blocks, config.candidate_block_size

@@ -1,8 +1,8 @@
 """RoPE angles: frequencies of the two tables and cos/sin of a step's rows (spec/model.md 6).
 
 Belongs here: frequencies and angles. Does not belong here: the rotation (ops/hyper.py).
-Angles are position times frequency in float32, as the published table is built: against float64 they drift with the position
-(1.4e-4 rad at 4095), and a checkpoint is trained with that drift.
+Angles are position times frequency in float32, as the published table is built: against float64 they drift with the
+position (1.4e-4 rad at 4095), and a checkpoint is trained with that drift.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ def inverse_frequencies(config: ModelConfig, yarn: bool) -> Tensor:
     y = config.rope_scaling
 
     def dim(rotations: float) -> float:
-        return (
-            n
-            * math.log(y.original_max_position_embeddings / (rotations * 2 * math.pi))
-            / (2 * math.log(base))
-        )
+        return n * math.log(y.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = max(math.floor(dim(y.beta_fast)), 0), min(math.ceil(dim(y.beta_slow)), n - 1)
     ramp = ((torch.arange(n // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)

@@ -29,8 +29,8 @@ def ring_rows(config: ModelConfig, in_flight: int = 2) -> int:
 def lookback_rows(config: ModelConfig) -> int:
     """Open pairs and Engram ids kept per slot: a verified block and the look-back before it (8 for the release).
 
-    A rejected draft leaves its row behind, up to a block past the next position; that must not be the row of an id that is
-    still looked back at. A power of two, so that position % rows is a mask.
+    A rejected draft leaves its row behind, up to a block past the next position; that must not be the row of an id
+    that is still looked back at. A power of two, so that position % rows is a mask.
     """
     look_back = max(2, config.engram_max_ngram_size)
     return 1 << (config.dspark_block_size + look_back - 2).bit_length()
@@ -71,17 +71,13 @@ class ModelState:
             draft_window=[new(make["window"], num_slots) for _ in config.draft_layers],
             latent={s.index: new(make[f"latent/{s.ratio}"], num_pages) for s in config.layers if s.owns_kv},
             index_key={s.index: new(make[f"index/{s.ratio}"], num_pages) for s in config.layers if s.owns_kv},
-            open_pair={
-                s.index: new(make["pair"], num_slots) for s in config.layers if s.owns_kv and s.ratio == 2
-            },
+            open_pair={s.index: new(make["pair"], num_slots) for s in config.layers if s.owns_kv and s.ratio == 2},
             history=torch.full((num_slots, lookback_rows(config)), -1, dtype=torch.int32, device=device),
             page_table=torch.zeros((num_slots, max_pages), dtype=torch.int32, device=device),
         )
 
     @staticmethod
-    def bytes_per_page(
-        config: ModelConfig, page_size: int = PAGE_SIZE, numerics: Numerics = "quantised"
-    ) -> int:
+    def bytes_per_page(config: ModelConfig, page_size: int = PAGE_SIZE, numerics: Numerics = "quantised") -> int:
         """Bytes of one logical page over all sources (890 B a token for the release)."""
         make = _shapes(config, page_size, ring_rows(config), numerics)
         owners = [s for s in config.layers if s.owns_kv]
@@ -135,7 +131,7 @@ def _nbytes(shape: tuple[tuple[int, ...], torch.dtype]) -> int:
 
 @dataclass
 class StepInputs:
-    """T flat rows. Rows of one request are adjacent, positions ascending by one (a "run"). All on the model's device."""
+    """T flat rows. Rows of one request are adjacent, positions ascending by one (a "run"). All on one device."""
 
     ids: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]
@@ -157,7 +153,7 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class Rows:
-    """Per-row metadata of one half of the model, derived once per step. `first` is the position of the run's first row."""
+    """Per-row metadata of one half of the model, derived once per step. `first`: position of the run's first row."""
 
     positions: Tensor  # int32 [T]
     slots: Tensor  # int32 [T]

@@ -268,9 +268,7 @@ def with_engram(
     return replace(
         config,
         engram_layer_ids=layer_ids,
-        engram_num_embeddings=tuple(
-            sum(primes[i * columns : (i + 1) * columns]) for i in range(len(layer_ids))
-        ),
+        engram_num_embeddings=tuple(sum(primes[i * columns : (i + 1) * columns]) for i in range(len(layer_ids))),
         engram_vocab_size=vocab_size,
         engram_n_heads=heads,
         engram_head_dim=head_dim or config.engram_head_dim,
@@ -311,9 +309,7 @@ def _draw(name: str, table: dict[str, TensorSpec], g: torch.Generator) -> Tensor
         return _fp8_codes(spec.numel, g).view(spec.shape)
     if spec.dtype == "F8_E8M0":
         exponent = 127 + _scale_exponent(name, table[name.removesuffix("scale") + "weight"])
-        return torch.randint(
-            exponent - 1, exponent + 2, spec.shape, generator=g, device=g.device, dtype=torch.uint8
-        )
+        return torch.randint(exponent - 1, exponent + 2, spec.shape, generator=g, device=g.device, dtype=torch.uint8)
     mean, std = _distribution(name, spec)
     values = torch.randn(spec.shape, generator=g, device=g.device).mul_(std).add_(mean)
     return values.bfloat16() if spec.dtype == "BF16" else values
@@ -354,9 +350,7 @@ _DISTRIBUTIONS = {
 
 def _random_bytes(count: int, g: torch.Generator) -> Tensor:
     """uint8 [count], eight to a draw."""
-    words = torch.randint(
-        -(2**63), 2**63 - 1, ((count + 7) // 8,), generator=g, device=g.device, dtype=torch.int64
-    )
+    words = torch.randint(-(2**63), 2**63 - 1, ((count + 7) // 8,), generator=g, device=g.device, dtype=torch.int64)
     return words.view(torch.uint8)[:count]
 
 
@@ -400,7 +394,5 @@ def make_checkpoint(
         )
     elif not (Path(tokenizer) / TOKENIZER_FILES[0]).is_file():
         raise ConfigError(f"{tokenizer} holds no {TOKENIZER_FILES[0]}; name the folder of a tokenizer")
-    write_checkpoint(
-        path, config, synthetic_weights(config, seed), shard_bytes=shard_bytes, tokenizer=tokenizer
-    )
+    write_checkpoint(path, config, synthetic_weights(config, seed), shard_bytes=shard_bytes, tokenizer=tokenizer)
     return config

@@ -1,7 +1,7 @@
 """The whole model: embedding, encoder half, decoder half, head; plus the entries to vision and draft.
 
-Belongs here: the order of things (spec/model.md 5) and decoder replay (12). Does not belong here: the maths of a sublayer
-(its own file), scheduling, device names, cache policy.
+Belongs here: the order of things (spec/model.md 5) and decoder replay (12). Does not belong here: the maths of a
+sublayer (its own file), scheduling, device names, cache policy.
 Legend: T rows of the step, Tk kept rows, C streams, H hidden.
 """
 
@@ -76,9 +76,7 @@ class Transformer:
             trim = kept if spec.index == self.config.decoder_start else None
             if spec.engram is not None:
                 assert w.engram is not None
-                streams = engram.inject(
-                    self.ops, self.config, w.engram, streams, hashes[spec.engram], rows.is_image
-                )
+                streams = engram.inject(self.ops, self.config, w.engram, streams, hashes[spec.engram], rows.is_image)
             if spec.tap:
                 taps.append((streams.float().mean(1)).to(self.dtype))
             streams, pre = self._layer(spec, w, streams, pre, rows, trim, state, selection)
@@ -104,7 +102,7 @@ class Transformer:
         state: ModelState,
         selection: Selection,
     ) -> tuple[Tensor, Tensor]:
-        """streams [T, C, H], pre [T, C] of the previous sublayer -> the same after this block (kept rows when trimmed)."""
+        """streams [T, C, H], pre [T, C] of the previous sublayer -> both after this block (kept rows when trimmed)."""
         o, c = self.ops, self.config
         a_pre, post, comb = hyper_connections.mix(o, c, w.hc_attn, streams)
         x = hyper_connections.read(o, c, streams, pre, w.attn_norm)
@@ -143,9 +141,7 @@ class Transformer:
     def encode_image(self, patches: Tensor, grid_h: int, grid_w: int) -> Tensor:
         """Embedding rows [span tokens, H] of one image: patches [grid_h*grid_w, 3, p, p]."""
         if self.vision is None:
-            raise ConfigError(
-                "this checkpoint has no vision tower (vision_config is absent): send text prompts only"
-            )
+            raise ConfigError("this checkpoint has no vision tower (vision_config is absent): send text prompts only")
         return self.vision.span(patches.to(self.device), (grid_h, grid_w))
 
     def _embed(self, step: StepInputs) -> Tensor:

@@ -64,15 +64,13 @@ class Vision:
         return self._linear(h, "aligner.w2", bias=True).view(merged.shape[0], merged.shape[1], self.hidden)
 
     def _linear(self, x: Tensor, name: str, bias: bool = False) -> Tensor:
-        return self.ops.linear(
-            x, self.w[name + ".weight"].flatten(1), self.w[name + ".bias"] if bias else None, False
-        )
+        return self.ops.linear(x, self.w[name + ".weight"].flatten(1), self.w[name + ".bias"] if bias else None, False)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return self.ops.rms_norm(x, self.w[name + ".weight"], VISION_EPS)
 
     def _angles(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos, sin float32 [n, d/2]: the first half of the frequencies turns with the row, the second with the column."""
+        """cos, sin float32 [n, d/2]: half of the frequencies turns with the row, half with the column."""
         v = self.vision
         half = v.hidden_size // v.num_attention_heads // 2
         freq = 1.0 / (v.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=device) / half))

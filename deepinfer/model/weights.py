@@ -1,8 +1,8 @@
 """The parameters, grouped as the maths uses them.
 
 Belongs here: frozen groups of tensors built from the flat dict of checkpoint.py, and the two-line linear helpers.
-Does not belong here: reading files, arithmetic. Groups are plain inputs of the layer functions, so that layers of one kind
-can share one compiled function.
+Does not belong here: reading files, arithmetic. Groups are plain inputs of the layer functions, so that layers of one
+kind can share one compiled function.
 """
 
 from __future__ import annotations
@@ -142,9 +142,7 @@ def layer_weights(config: ModelConfig, spec: LayerSpec, tensors: Mapping[str, Te
         ),
         engram=None
         if spec.engram is None
-        else EngramWeights(
-            s.fp8("engram.embed"), s.fp8("engram.wkv"), s["engram.q_weight"], s["engram.k_weight"]
-        ),
+        else EngramWeights(s.fp8("engram.embed"), s.fp8("engram.wkv"), s["engram.q_weight"], s["engram.k_weight"]),
     )
 
 

@@ -1,8 +1,8 @@
 """Sparse attention with a sink over window rows and selected compressed entries; draft-block and vision attention.
 
 Belongs here: softmax attention. Does not belong here: choosing entries (indexer.py), writing records (cache.py).
-Legend: M query rows, h heads, D head dim, N rows of this step's buffer, S slots, R ring rows, P pages, k selected entries.
-K and V are the same record. Reference sums are float32; probabilities are not rounded.
+Legend: M query rows, h heads, D head dim, N rows of this step's buffer, S slots, R ring rows, P pages, k selected
+entries. K and V are the same record. Reference sums are float32; probabilities are not rounded.
 """
 
 from __future__ import annotations
@@ -62,17 +62,16 @@ def _attention_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
 
 
 @define(
-    "attention(Tensor q, Tensor new, Tensor ring, Tensor slots, Tensor positions, Tensor rows, Tensor first, Tensor floor,"
-    " Tensor sink, Tensor? pool, Tensor? selected, Tensor page_table, float scale, int window, int ratio, int page_size)"
-    " -> Tensor",
+    "attention(Tensor q, Tensor new, Tensor ring, Tensor slots, Tensor positions, Tensor rows, Tensor first,"
+    " Tensor floor, Tensor sink, Tensor? pool, Tensor? selected, Tensor page_table, float scale, int window,"
+    " int ratio, int page_size) -> Tensor",
     fake=lambda q, *rest: torch.empty_like(q),
     inputs=_attention_inputs,
     cost=lambda q, new, ring, slots, pos, rows, first, floor, sink, pool, sel, table, scale, window, ratio, page: (
         4.0 * q.numel() * (window + (0 if sel is None else sel.shape[1])),
         2 * nbytes(q)
         + float(
-            q.shape[0]
-            * (window * new.shape[1] + (0 if sel is None or pool is None else sel.shape[1] * pool.shape[2]))
+            q.shape[0] * (window * new.shape[1] + (0 if sel is None or pool is None else sel.shape[1] * pool.shape[2]))
         ),
     ),
     tolerance=5e-3,
@@ -97,11 +96,11 @@ def attention(
 ) -> Tensor:
     """One softmax over the window [max(floor, p-window+1), p] and the selected entries, plus a sink. spec/model.md 6.
 
-    q [M, h, D] after RoPE; new [N, W] window records of this step; ring [S, R, W] older ones; per query int32 [M]: slots,
-    positions, rows (the query's own row in `new`), first (position of the first row of its run in `new`: older keys come
-    from the ring), floor (no key below it exists). sink float32 [h], in logit units. pool [P, page_size/ratio, L] with
-    selected int32 [M, k] (-1 unused) and page_table int32 [S, pages], or None for a window-only layer.
-    Returns [M, h, D] in q.dtype, still rotated.
+    q [M, h, D] after RoPE; new [N, W] window records of this step; ring [S, R, W] older ones; per query int32 [M]:
+    slots, positions, rows (the query's own row in `new`), first (position of the first row of its run in `new`: older
+    keys come from the ring), floor (no key below it exists). sink float32 [h], in logit units. pool [P,
+    page_size/ratio, L] with selected int32 [M, k] (-1 unused) and page_table int32 [S, pages], or None for a
+    window-only layer. Returns [M, h, D] in q.dtype, still rotated.
     """
     out = torch.empty_like(q)
     dim = q.shape[2]
@@ -147,8 +146,8 @@ def _block_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
 
 
 @define(
-    "block_attention(Tensor q, Tensor block, Tensor ring, Tensor slots, Tensor start, Tensor floor, Tensor sink, float scale,"
-    " int window) -> Tensor",
+    "block_attention(Tensor q, Tensor block, Tensor ring, Tensor slots, Tensor start, Tensor floor, Tensor sink,"
+    " float scale, int window) -> Tensor",
     fake=lambda q, *rest: torch.empty_like(q),
     inputs=_block_inputs,
     cost=lambda q, block, ring, slots, start, floor, sink, scale, window: (
@@ -168,7 +167,8 @@ def block_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Draft block: every row sees the context rows [max(floor, start-window), start) and the whole block. spec/dspark.md 2.4.
+    """Draft block: every row sees the context rows [max(floor, start-window), start) and the whole block.
+    spec/dspark.md 2.4.
 
     q [B*g, h, D], block [B*g, W] records of the g rows at positions start..start+g-1, ring [S, R, W] context records,
     slots/start/floor int32 [B]. Returns [B*g, h, D] in q.dtype.

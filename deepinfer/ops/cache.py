@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.ops import formats, records
+from deepinfer.ops import records
 from deepinfer.ops.common import ROWS, nbytes, randn, smooth
 from deepinfer.ops.registry import define
 
@@ -88,8 +88,8 @@ def _ring_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
 def ring_write(ring: Tensor, rec: Tensor, slots: Tensor, positions: Tensor, run_last: Tensor) -> None:
     """ring[slot, position % R] = rec for the newest R rows of each run.
 
-    ring [S, R, W], rec [T, W], slots/positions/run_last int32 [T]; run_last is the last position of the row's run, so that
-    a run longer than the ring writes each ring row once.
+    ring [S, R, W], rec [T, W], slots/positions/run_last int32 [T]; run_last is the last position of the row's run, so
+    that a run longer than the ring writes each ring row once.
     """
     size = ring.shape[1]
     keep = (positions > run_last - size).nonzero().squeeze(1)
@@ -97,9 +97,7 @@ def ring_write(ring: Tensor, rec: Tensor, slots: Tensor, positions: Tensor, run_
     ring[slots[keep].long(), pos % size] = rec[keep]
 
 
-def _page_rows(
-    page_table: Tensor, slots: Tensor, positions: Tensor, ratio: int, page_size: int
-) -> tuple[Tensor, ...]:
+def _page_rows(page_table: Tensor, slots: Tensor, positions: Tensor, ratio: int, page_size: int) -> tuple[Tensor, ...]:
     """(rows that complete an entry, their page, their entry inside the page)."""
     done = ((positions + 1) % ratio == 0).nonzero().squeeze(1)
     pos, slot = positions[done].long(), slots[done].long()
@@ -119,8 +117,8 @@ def _page_inputs(width: int, ratio: int, flat: bool) -> Any:
 
 
 @define(
-    "page_write(Tensor(a!) pool, Tensor rec, Tensor page_table, Tensor slots, Tensor positions, int ratio, int page_size)"
-    " -> ()",
+    "page_write(Tensor(a!) pool, Tensor rec, Tensor page_table, Tensor slots, Tensor positions, int ratio,"
+    " int page_size) -> ()",
     fake=lambda pool, rec, page_table, slots, positions, ratio, page_size: None,
     inputs=_page_inputs(48, 2, flat=False),
     cost=lambda pool, rec, table, slots, positions, ratio, page_size: (0.0, 2 * nbytes(rec) / ratio),
@@ -155,7 +153,9 @@ def index_page_write(
     ratio: int,
     page_size: int,
 ) -> None:
-    """Like `page_write` for index keys: a page holds all codes, then all scales. pool uint8 [P, entries*68] (exact: [P, entries, D])."""
+    """Like `page_write` for index keys: a page holds all codes, then all scales. pool uint8 [P, entries*68] (exact:
+    [P, entries, D]).
+    """
     if pool.dtype is torch.float32:
         return page_write(pool, rec, page_table, slots, positions, ratio, page_size)
     rows, page, entry = _page_rows(page_table, slots, positions, ratio, page_size)
@@ -175,7 +175,8 @@ def _pair_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
 
 
 @define(
-    "pair_pool(Tensor kv_gate, Tensor open_pair, Tensor slots, Tensor positions, Tensor run_start, bool out_f32) -> Tensor",
+    "pair_pool(Tensor kv_gate, Tensor open_pair, Tensor slots, Tensor positions, Tensor run_start, bool out_f32)"
+    " -> Tensor",
     fake=lambda kv_gate, open_pair, slots, positions, run_start, out_f32: kv_gate.new_empty(
         (kv_gate.shape[0], kv_gate.shape[1] // 2), dtype=torch.float32 if out_f32 else torch.bfloat16
     ),
@@ -188,8 +189,9 @@ def pair_pool(
 ) -> Tensor:
     """Ratio-2 compression: softmax over the two tokens of a pair, per channel. spec/model.md 6.
 
-    kv_gate float32 [T, 2D] (values | scores), open_pair float32 [S, n, 2D] by position mod n -> [T, D]; rows with an even
-    position (open pairs) hold an unused value. The first half of a pair is the row above, or the ring when the run starts here.
+    kv_gate float32 [T, 2D] (values | scores), open_pair float32 [S, n, 2D] by position mod n -> [T, D]; rows with an
+    even position (open pairs) hold an unused value. The first half of a pair is the row above, or the ring when the
+    run starts here.
     """
     row = torch.arange(kv_gate.shape[0], device=kv_gate.device)
     pos = positions.long()

@@ -19,8 +19,8 @@ ROW_BLOCK = 32
 def mm_rows(x: Tensor, w: Tensor) -> Tensor:
     """x @ w.T in float32, a fixed number of rows a call: [M, K], [N, K] -> [M, N].
 
-    BLAS picks another kernel (and summation order) for another M. Padding every call to ROW_BLOCK rows keeps a row's bits
-    independent of how many rows there are.
+    BLAS picks another kernel (and summation order) for another M. Padding every call to ROW_BLOCK rows keeps a row's
+    bits independent of how many rows there are.
     """
     m, wt = x.shape[0], w.t()
     out = x.new_empty((m, w.shape[0]), dtype=torch.float32)
@@ -35,8 +35,8 @@ def mm_rows(x: Tensor, w: Tensor) -> Tensor:
 def smooth(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """fn(x) for a transcendental fn, float32 in and out, evaluated in float64.
 
-    ATen's vectorised float32 exp, sigmoid or cos differ in the last bit from its scalar tail, so a row's bits would depend
-    on its place in the tensor. Rounding the float64 value once hides that.
+    ATen's vectorised float32 exp, sigmoid or cos differ in the last bit from its scalar tail, so a row's bits would
+    depend on its place in the tensor. Rounding the float64 value once hides that.
     """
     return fn(x.double()).float()
 

@@ -52,8 +52,9 @@ def engram_lookback(
 ) -> Tensor:
     """Compressed ids at p, p-1, ..., p-n+1 of every row: int32 [T, n].
 
-    ids/positions/slots/run_start int32 [T], is_image bool [T], token_map int32 [vocab], history int32 [S, r] by position mod r
-    (-1: image). Before the first token, or from the nearest image token on, everything older is the pad id.
+    ids/positions/slots/run_start int32 [T], is_image bool [T], token_map int32 [vocab], history int32 [S, r] by
+    position mod r (-1: image). Before the first token, or from the nearest image token on, everything older is the pad
+    id.
     """
     row = torch.arange(ids.shape[0], device=ids.device)
     own = torch.where(is_image, -1, ids).long()
@@ -62,9 +63,7 @@ def engram_lookback(
     broken = torch.zeros_like(is_image)
     for s in range(n):
         here = row - s >= run_start
-        token = torch.where(
-            here, own[(row - s).clamp_min(0)], history[slot, (pos - s) % history.shape[1]].long()
-        )
+        token = torch.where(here, own[(row - s).clamp_min(0)], history[slot, (pos - s) % history.shape[1]].long())
         broken = broken | (pos < s) | (token < 0)
         raw.append(torch.where(broken, pad_id, token))
     return token_map[torch.stack(raw, dim=1)] if raw else ids.new_empty((ids.shape[0], 0))
@@ -74,9 +73,7 @@ def _rows_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     mult = torch.randint(1, 1 << 40, (4,), generator=g) * 2 + 1
     primes = torch.tensor([1009, 1013, 1019, 1021, 1031, 1033])
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), primes.cumsum(0)[:-1]))
-    yield from (
-        (torch.randint(0, 400, (t, 4), generator=g, dtype=torch.int32), mult, primes, offsets) for t in ROWS
-    )
+    yield from ((torch.randint(0, 400, (t, 4), generator=g, dtype=torch.int32), mult, primes, offsets) for t in ROWS)
 
 
 @define(
@@ -89,7 +86,8 @@ def _rows_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     ),
 )
 def engram_rows(tokens: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor:
-    """Table rows: tokens int32 [T, n] from `engram_lookback`, multipliers int64 [n], primes/offsets int64 [cols] -> int64 [T, cols].
+    """Table rows: tokens int32 [T, n] from `engram_lookback`, multipliers int64 [n], primes/offsets int64 [cols] ->
+    int64 [T, cols].
 
     Column (s-1)*heads + h: ((v_0 m_0) xor ... xor (v_s m_s)) mod prime + offset; products stay below 2^63.
     """

@@ -106,7 +106,10 @@ def _cost(
     return 2.0 * q.shape[1] * dim * n, nbytes(q, w) + n * q.shape[2]
 
 
-_HEAD = "Tensor q, Tensor weights, Tensor pool, Tensor page_table, Tensor slots, Tensor visible, int ratio, int page_size, int k"
+_HEAD = (
+    "Tensor q, Tensor weights, Tensor pool, Tensor page_table, Tensor slots, Tensor visible, int ratio, int page_size,"
+    " int k"
+)
 
 
 def _fake_topk(
@@ -135,9 +138,7 @@ def index_topk(
     dim = _dim(q)
     out = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
     for rows, slot, n in _by_slot(slots, visible):
-        s = _masked_scores(
-            q[rows], weights[rows], pool, page_table[slot], visible[rows], n, ratio, page_size, dim
-        )
+        s = _masked_scores(q[rows], weights[rows], pool, page_table[slot], visible[rows], n, ratio, page_size, dim)
         out[rows] = _top(s, k)
     return out
 
@@ -164,7 +165,8 @@ def index_topk_publish(
     num_blocks: int,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """`index_topk` that also returns the best `num_blocks` blocks of `block` entries, int32 [M, num_blocks] (-1 filled).
+    """`index_topk` that also returns the best `num_blocks` blocks of `block` entries, int32 [M, num_blocks] (-1
+    filled).
 
     A block scores as its best visible entry; the block of the newest visible entry is always kept. spec/model.md 6.
     """
@@ -172,9 +174,7 @@ def index_topk_publish(
     selected = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
     blocks = torch.full((q.shape[0], num_blocks), -1, dtype=torch.int32, device=q.device)
     for rows, slot, n in _by_slot(slots, visible):
-        s = _masked_scores(
-            q[rows], weights[rows], pool, page_table[slot], visible[rows], n, ratio, page_size, dim
-        )
+        s = _masked_scores(q[rows], weights[rows], pool, page_table[slot], visible[rows], n, ratio, page_size, dim)
         selected[rows] = _top(s, k)
         pad = torch.nn.functional.pad(s, (0, -n % block), value=float("-inf"))
         best = pad.unflatten(1, (-1, block)).amax(2)
@@ -187,9 +187,7 @@ def index_topk_publish(
 
 @define(
     f"index_topk_blocks({_HEAD}, Tensor blocks, int block) -> Tensor",
-    fake=lambda q, w, pool, table, slots, visible, ratio, page, k, blocks, block: slots.new_empty(
-        (q.shape[0], k)
-    ),
+    fake=lambda q, w, pool, table, slots, visible, ratio, page, k, blocks, block: slots.new_empty((q.shape[0], k)),
     inputs=_inputs(2),
     cost=_cost,
 )
@@ -206,13 +204,13 @@ def index_topk_blocks(
     blocks: Tensor,
     block: int,
 ) -> Tensor:
-    """`index_topk` restricted to candidate blocks int32 [M, num_blocks] (-1 unused), as `index_topk_publish` returned them."""
+    """`index_topk` restricted to candidate blocks int32 [M, num_blocks] (-1 unused), as `index_topk_publish` returned
+    them.
+    """
     dim = _dim(q)
     out = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
     for rows, slot, n in _by_slot(slots, visible):
-        s = _masked_scores(
-            q[rows], weights[rows], pool, page_table[slot], visible[rows], n, ratio, page_size, dim
-        )
+        s = _masked_scores(q[rows], weights[rows], pool, page_table[slot], visible[rows], n, ratio, page_size, dim)
         count = -(-n // block)
         keep = torch.zeros((rows.shape[0], count + 1), dtype=torch.bool, device=q.device)
         ids = blocks[rows].long()

@@ -42,9 +42,7 @@ def _fp8_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
 
 @define(
     "linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale) -> Tensor",
-    fake=lambda x, x_scale, weight, weight_scale: x.new_empty(
-        (x.shape[0], weight.shape[0]), dtype=torch.bfloat16
-    ),
+    fake=lambda x, x_scale, weight, weight_scale: x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16),
     inputs=_fp8_inputs,
     cost=lambda x, xs, w, ws: (
         2.0 * x.shape[0] * w.numel(),
@@ -77,7 +75,8 @@ def _dequant_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
 def linear_dequant(x: Tensor, weight: Tensor, weight_scale: Tensor, groups: int) -> Tensor:
     """FP8 weight, unquantised activation, `groups` independent blocks (wo_a; and every FP8 linear of exact numerics).
 
-    x [T, groups*K], weight e4m3 [groups*N, K], scales [groups*N/32, K/32] -> [T, groups*N] in x.dtype. spec/model.md 6.7.
+    x [T, groups*K], weight e4m3 [groups*N, K], scales [groups*N/32, K/32] -> [T, groups*N] in x.dtype. spec/model.md
+    6.7.
     """
     w = formats.dequant_fp8_block(weight, weight_scale).unflatten(0, (groups, -1))
     xg = x.float().unflatten(1, (groups, -1))

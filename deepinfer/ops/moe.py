@@ -33,7 +33,8 @@ def _router_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
 
 
 @define(
-    "router(Tensor x, Tensor weight, Tensor bias, Tensor bias_vl, Tensor is_image, int k, float scale) -> (Tensor, Tensor)",
+    "router(Tensor x, Tensor weight, Tensor bias, Tensor bias_vl, Tensor is_image, int k, float scale)"
+    " -> (Tensor, Tensor)",
     fake=lambda x, weight, bias, bias_vl, is_image, k, scale: (
         x.new_empty((x.shape[0], k), dtype=torch.int32),
         x.new_empty((x.shape[0], k), dtype=torch.float32),
@@ -85,9 +86,7 @@ def _expert_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     e, h, i = 6, 96, 32
     weights = (*fp4_weight(g, e, 2 * i, h), *fp4_weight(g, e, h, i))
     for t in ROWS:
-        ids = torch.stack([torch.randperm(e, generator=g)[:2] for _ in range(t)] or [torch.zeros(2)])[
-            :t
-        ].int()
+        ids = torch.stack([torch.randperm(e, generator=g)[:2] for _ in range(t)] or [torch.zeros(2)])[:t].int()
         w = torch.rand((t, 2), generator=g)
         yield (*formats.quant_fp8(randn(g, t, h)), ids, w, *weights, 10.0)
         same = torch.tensor([0, 3], dtype=torch.int32).repeat(t, 1)
@@ -103,8 +102,8 @@ def _expert_cost(x: Tensor, xs: Tensor, ids: Tensor, *rest: Any) -> tuple[float,
 
 
 @define(
-    "experts(Tensor x, Tensor? x_scale, Tensor ids, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale,"
-    " float limit) -> Tensor",
+    "experts(Tensor x, Tensor? x_scale, Tensor ids, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2,"
+    " Tensor w2_scale, float limit) -> Tensor",
     fake=lambda x, *rest: x.new_empty(x.shape, dtype=torch.float32),
     inputs=_expert_inputs,
     cost=_expert_cost,
@@ -123,12 +122,12 @@ def experts(
 ) -> Tensor:
     """Routed experts, FP4 weights. spec/model.md 7.
 
-    x e4m3 [T, H] with E8M0 x_scale [T, H/32] (exact: float32, None); ids int32 [T, K] ascending, weights float32 [T, K];
-    w13 uint8 [E, 2I, H/2], w2 uint8 [E, H, I/2], scales E8M0 per 32 along the input -> float32 [T, H], summed in slot order.
-    The routing weight multiplies the activation before it is rounded for w2.
+    x e4m3 [T, H] with E8M0 x_scale [T, H/32] (exact: float32, None); ids int32 [T, K] ascending, weights float32 [T,
+    K]; w13 uint8 [E, 2I, H/2], w2 uint8 [E, H, I/2], scales E8M0 per 32 along the input -> float32 [T, H], summed in
+    slot order. The routing weight multiplies the activation before it is rounded for w2.
     """
     exact = x_scale is None
-    f = x if exact else formats.dequant_fp8(x, x_scale)
+    f = x if x_scale is None else formats.dequant_fp8(x, x_scale)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for e in torch.unique(ids).tolist():  # ascending experts = ascending slots of every row
         row, slot = (ids == e).nonzero(as_tuple=True)

@@ -90,6 +90,8 @@ def unpack_index(rec: Tensor, dim: int) -> Tensor:
 
 
 def split_index_page(pool: Tensor, entries: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Views of an index pool uint8 [pages, entries * index_bytes]: codes [pages, entries, D/2], scales [pages, entries, D/32]."""
+    """Views of an index pool uint8 [pages, entries * index_bytes]: codes [pages, entries, D/2], scales [pages,
+    entries, D/32].
+    """
     codes, scales = pool.split((entries * (dim // 2), entries * (dim // formats.BLOCK)), dim=1)
     return codes.unflatten(1, (entries, dim // 2)), scales.unflatten(1, (entries, dim // formats.BLOCK))

@@ -1,15 +1,15 @@
 """One table of ops: schema, reference, fake, example inputs, tolerance, cost, and who implements it on which device.
 
-Belongs here: defining ops in the torch namespace `di`, declaring providers, choosing one per (op, device), explaining why.
-Does not belong here: any arithmetic (family files), kernels (native/, triton/, providers/).
+Belongs here: defining ops in the torch namespace `di`, declaring providers, choosing one per (op, device), explaining
+why. Does not belong here: any arithmetic (family files), kernels (native/, triton/, providers/).
 
 torch.library holds one implementation per (op, dispatch key) and process, so the table is fixed when `deepinfer.ops` is
 first imported. `DEEPINFER_OPS=op=provider,...` overrides the choice (`*=reference` for all). The reference of an op is
-an ordinary function that runs on every device: it is the definition, the fallback, and the whole backend of a new device.
+an ordinary function that runs on every device: it is the definition, the fallback, and the whole backend of a new
+device.
 """
 
 from __future__ import annotations
-
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,8 @@ _LIB = torch.library.Library(NAMESPACE, "DEF")
 class Provider:
     """An implementation of one op on one device type.
 
-    `install` registers it at the dispatcher (called at most once); `why_not` returns None when usable here, else the reason.
+    `install` registers it at the dispatcher (called at most once); `why_not` returns None when usable here, else the
+    reason.
     """
 
     name: str
@@ -42,16 +43,14 @@ class Provider:
 
 @dataclass
 class Op:
-    """What the project knows of an op. `inputs` yields argument tuples; `cost` maps arguments to (FLOPs, bytes moved)."""
+    """What the project knows of an op. `inputs` yields argument tuples; `cost` maps arguments to (FLOPs, bytes)."""
 
     name: str
     schema: str
     family: str
     reference: Callable[..., Any]
     inputs: Callable[[torch.Generator], Iterator[tuple[Any, ...]]]
-    tolerance: (
-        float  # relative Frobenius error of float outputs against the reference; integer outputs are exact
-    )
+    tolerance: float  # relative Frobenius error of float outputs against the reference; integer outputs are exact
     cost: Callable[..., tuple[float, float]]
     providers: list[Provider] = field(default_factory=list)  # first usable one wins, per device
     chosen: dict[str, str] = field(default_factory=dict)  # device -> provider name
@@ -108,9 +107,7 @@ def implement(
     With `python=True`, `install` is the implementation itself; otherwise a function that registers a native one.
     """
     if name not in OPS:
-        raise ConfigError(
-            f"provider {provider!r} implements unknown op {name!r}; known: {', '.join(sorted(OPS))}"
-        )
+        raise ConfigError(f"provider {provider!r} implements unknown op {name!r}; known: {', '.join(sorted(OPS))}")
     step = _installer(name, install, DISPATCH_KEYS[device]) if python else install
     OPS[name].providers.insert(0, Provider(provider, device, step, why_not))
 
@@ -159,15 +156,15 @@ def _select(op: Op, device: str, choice: str | None) -> Provider:
 
 
 def table() -> list[dict[str, str]]:
-    """One row per op x device x provider, for `deepinfer doctor` and docs/ops.md: keys op, family, device, provider, state."""
+    """One row per op x device x provider, for `deepinfer doctor` and docs/ops.md: keys op, family, device, provider,
+    state.
+    """
     rows = []
     for op in OPS.values():
         for p in op.providers:
             chosen = op.chosen.get(p.device) == p.name
             state = "chosen" if chosen else (p.why_not() or "usable, not preferred")
-            rows.append(
-                {"op": op.name, "family": op.family, "device": p.device, "provider": p.name, "state": state}
-            )
+            rows.append({"op": op.name, "family": op.family, "device": p.device, "provider": p.name, "state": state})
     return rows
 
 

@@ -70,9 +70,7 @@ def read_batch(path: str | Path, defaults: SamplingParams) -> list[BatchRequest]
         try:
             request = _request(number, json.loads(line), defaults)
             if request.custom_id in seen:
-                raise RequestError(
-                    f"custom_id {request.custom_id!r} is that of line {seen[request.custom_id]} already"
-                )
+                raise RequestError(f"custom_id {request.custom_id!r} is that of line {seen[request.custom_id]} already")
             seen[request.custom_id] = number
             requests.append(request)
         except DeepInferError as error:
@@ -88,9 +86,7 @@ def read_batch(path: str | Path, defaults: SamplingParams) -> list[BatchRequest]
 
 def _request(line: int, value: Any, defaults: SamplingParams) -> BatchRequest:
     if not isinstance(value, dict):
-        raise RequestError(
-            f"expected an object with custom_id, method, url and body, got {type(value).__name__}"
-        )
+        raise RequestError(f"expected an object with custom_id, method, url and body, got {type(value).__name__}")
     problems = []
     custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
     if not isinstance(custom_id, str) or not custom_id:
@@ -119,9 +115,7 @@ def _request(line: int, value: Any, defaults: SamplingParams) -> BatchRequest:
             options["thinking"] = switch["type"] == "enabled"
         if body.get("tool_choice") == "none":
             options.pop("tools", None)
-        return BatchRequest(
-            line, custom_id, kind, model, params, messages=body["messages"], chat_options=options
-        )
+        return BatchRequest(line, custom_id, kind, model, params, messages=body["messages"], chat_options=options)
     return BatchRequest(line, custom_id, kind, model, params, prompts=_prompts(body["prompt"]))
 
 
@@ -129,9 +123,7 @@ def _body_problems(kind: Kind, body: Mapping[str, Any]) -> list[str]:
     problems = []
     if unknown := sorted(set(body) - _PARAMS - _IGNORED - _OFF - _OF_KIND[kind]):
         problems.append(f"body has fields that a {kind} does not take here: {', '.join(unknown)}")
-    problems += [
-        f"{name} is {body[name]!r}, which a batch does not do" for name in sorted(_OFF) if body.get(name)
-    ]
+    problems += [f"{name} is {body[name]!r}, which a batch does not do" for name in sorted(_OFF) if body.get(name)]
     if kind == "chat":
         messages = body.get("messages")
         if (
@@ -143,22 +135,16 @@ def _body_problems(kind: Kind, body: Mapping[str, Any]) -> list[str]:
         if body.get("tool_choice", "auto") not in ("auto", "none"):
             problems.append(f"tool_choice is {body['tool_choice']!r}; auto and none are served")
         if body.get("thinking", True) not in (True, False, {"type": "enabled"}, {"type": "disabled"}):
-            problems.append(
-                f'thinking is {body["thinking"]!r}; it must be a boolean or {{"type": "enabled"}}'
-            )
+            problems.append(f'thinking is {body["thinking"]!r}; it must be a boolean or {{"type": "enabled"}}')
         if not isinstance(body.get("tools", []), list):
             problems.append("tools must be a list")
         if not isinstance(body.get("logprobs", False), bool):
-            problems.append(
-                f"logprobs is {body['logprobs']!r}; in a chat it is a boolean, top_logprobs is the number"
-            )
+            problems.append(f"logprobs is {body['logprobs']!r}; in a chat it is a boolean, top_logprobs is the number")
         elif "top_logprobs" in body and not body.get("logprobs"):
             problems.append("top_logprobs needs logprobs: true")
     else:
         if not _prompts(body.get("prompt")):
-            problems.append(
-                "prompt must be a non-empty text, a list of token ids, or a non-empty list of these"
-            )
+            problems.append("prompt must be a non-empty text, a list of token ids, or a non-empty list of these")
         if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
             problems.append(f"best_of is {body['best_of']!r}; it must equal n")
     return problems
@@ -212,8 +198,8 @@ def result_line(
 ) -> dict[str, Any]:
     """The result of one request: `outputs` has one entry per prompt.
 
-    `parse` splits the text of a chat reply into fields of its message, `token_bytes` gives a token's bytes. An
-    output with an error makes the whole line an error.
+    `parse` splits the text of a chat reply into fields of its message; `token_bytes` gives a token's bytes.
+    An output with an error makes the whole line one.
     """
     for output in outputs:
         if output.error is not None:
@@ -299,9 +285,7 @@ def _completion_logprobs(
     return {
         "tokens": [lp.decoded_token for lp in sampled],
         "token_logprobs": [_finite(lp) for lp in sampled],
-        "top_logprobs": [
-            {lp.decoded_token: _finite(lp) for _, lp in _top(at, num_top)} for at in output.logprobs
-        ],
+        "top_logprobs": [{lp.decoded_token: _finite(lp) for _, lp in _top(at, num_top)} for at in output.logprobs],
         "text_offset": offsets,
     }
 
@@ -343,9 +327,7 @@ class ResultFile:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RequestError(
-                f"another run is writing {self.path}; wait for it, or choose another file"
-            ) from None
+            raise RequestError(f"another run is writing {self.path}; wait for it, or choose another file") from None
 
     def _resume(self, known_ids: set[str]) -> set[str]:
         done: set[str] = set()

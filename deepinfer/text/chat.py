@@ -124,9 +124,7 @@ def parse(
     calls.
     """
     generator = recipe.ChatCompletionRequest.chunk_generator(
-        recipe.ConversationRequest(
-            recipe.Conversation([recipe.UserMessage("")]), recipe.ModelVersion.DeepseekV41Flash
-        ),
+        recipe.ConversationRequest(recipe.Conversation([recipe.UserMessage("")]), recipe.ModelVersion.DeepseekV41Flash),
         "",
         _MODEL,
     )

@@ -166,9 +166,7 @@ _FOLD = normalizers.Sequence(
 )
 
 
-def engram_token_map(
-    tokenizer: Tokenizer, vocab_size: int, *, num_classes: int | None = None
-) -> NDArray[np.int32]:
+def engram_token_map(tokenizer: Tokenizer, vocab_size: int, *, num_classes: int | None = None) -> NDArray[np.int32]:
     """Token id -> compressed id, int32 [vocab_size]: tokens that differ in case, accents or blanks share one.
 
     Spec section 8. Ids without a token count as empty text. num_classes: the config's

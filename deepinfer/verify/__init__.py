@@ -1,7 +1,8 @@
 """`deepinfer verify`: recompute every array of a goldens folder and judge it by one table.
 
-Belongs here: walking the folder, the report. Does not belong here: the arrays (arrays.py, units.py), tolerances (rules.toml).
-A goldens folder is a checkpoint with `golden.safetensors`, or a folder of such folders plus `units.safetensors`.
+Belongs here: walking the folder, the report. Does not belong here: the arrays (arrays.py, units.py), tolerances
+(rules.toml). A goldens folder is a checkpoint with `golden.safetensors`, or a folder of such folders plus
+`units.safetensors`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def _verify_units(file: Path, device: str) -> Iterator[Check]:
 
 
 def _judge(
-    checkpoint: str, golden: Mapping[str, Tensor], values: Iterator[tuple[str, Tensor]], noise: Tensor | None, clear: Tensor | None
+    checkpoint: str,
+    golden: Mapping[str, Tensor],
+    values: Iterator[tuple[str, Tensor]],
+    noise: Tensor | None,
+    clear: Tensor | None,
 ) -> Iterator[Check]:
     done = set()
     for name, value in values:

@@ -1,14 +1,16 @@
 """Recomputing every golden array of a checkpoint folder.
 
-Belongs here: which run and which intermediate value an array name stands for. Does not belong here: tolerances (rules.toml).
-Intermediate values are read off the op calls of a run (`Recorder`), so the model has no hooks. Names: goldens README.
-Legend: T prompt rows, L layers. One request in slot 1; pages as the allocator of a lone request would give them.
+Belongs here: which run and which intermediate value an array name stands for. Does not belong here: tolerances
+(rules.toml). Intermediate values are read off the op calls of a run (`Recorder`), so the model has no hooks. Names:
+goldens README. Legend: T prompt rows, L layers. One request in slot 1; pages as the allocator of a lone request would
+give them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,10 @@ from deepinfer.model.state import ModelState, Numerics, StepInputs
 from deepinfer.model.transformer import Transformer
 
 Arrays = Mapping[str, Tensor]
-KINDS: dict[Numerics, tuple[str, ...]] = {"exact": ("exact", "official_fp32"), "quantised": ("quant", "official", "official_fixed")}
+KINDS: dict[Numerics, tuple[str, ...]] = {
+    "exact": ("exact", "official_fp32"),
+    "quantised": ("quant", "official", "official_fixed"),
+}
 
 
 class Recorder:
@@ -75,13 +80,23 @@ class Bench:
         page = 128
         pages = -(-positions // page)
         state = ModelState.allocate(
-            self.config, num_slots=2, num_pages=pages + 1, max_pages=pages, page_size=page, numerics=numerics, device=self.device
+            self.config,
+            num_slots=2,
+            num_pages=pages + 1,
+            max_pages=pages,
+            page_size=page,
+            numerics=numerics,
+            device=self.device,
         )
         state.page_table[1] = torch.arange(1, pages + 1)
         return state
 
-    def step(self, ids: Tensor, start: int, *, keep_from: int = 0, span: tuple[int, int, Tensor] | None = None) -> StepInputs:
-        """Rows of slot 1 at start..; rows below `keep_from` are left out of the decoder half. span: (first row, rows, embeddings)."""
+    def step(
+        self, ids: Tensor, start: int, *, keep_from: int = 0, span: tuple[int, int, Tensor] | None = None
+    ) -> StepInputs:
+        """Rows of slot 1 at start..; rows below `keep_from` are left out of the decoder half. span: (first row, rows,
+        embeddings).
+        """
         t, dev = ids.shape[0], self.device
         full = lambda v: torch.full((t,), v, dtype=torch.int32, device=dev)  # noqa: E731
         kept = torch.arange(max(0, keep_from - start), t, device=dev)
@@ -228,7 +243,9 @@ def _decode(
         yield from _draft(bench, numerics, f"{p}.draft", drafts)
 
 
-def propose(model: Transformer, anchor: Tensor, start: int, floor: int, state: ModelState) -> tuple[Tensor, Tensor, Tensor]:
+def propose(
+    model: Transformer, anchor: Tensor, start: int, floor: int, state: ModelState
+) -> tuple[Tensor, Tensor, Tensor]:
     """One greedy draft of slot 1: (anchor and proposals [g+1], logits [g, V], confidence [g])."""
     assert model.draft is not None
     one = lambda v: torch.tensor([v], dtype=torch.int32, device=model.device)  # noqa: E731
@@ -273,14 +290,12 @@ def _chunked(bench: Bench) -> Iterator[tuple[str, Tensor]]:
         return
     ids, cuts = g["p1.ids"], g["p1.chunks"].tolist()
     state = bench.state("quantised", ids.shape[0])
-    logits = [
-        bench.models["quantised"].forward(bench.step(ids[a:b], a), state).logits for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    logits = [bench.models["quantised"].forward(bench.step(ids[a:b], a), state).logits for a, b in pairwise(cuts)]
     yield "p1.chunk_logits_quant", torch.cat(logits)[g["p1.rows"].long()]
 
 
 def _sublayers(bench: Bench) -> Iterator[tuple[str, Tensor]]:
-    """Quantised sublayers fed with recorded inputs: attention over all positions, everything else on the recorded rows."""
+    """Quantised sublayers fed with recorded inputs: attention over all positions, all else on the recorded rows."""
     g, model, c = bench.golden, bench.models["quantised"], bench.config
     if "p1.t.attn_in.0_official" not in g:
         return
@@ -310,7 +325,8 @@ def _sublayers(bench: Bench) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.mid.{spec.index}_official", streams
         ffn_in = rec(f"ffn_in.{spec.index}")
         yield f"{prefix}.ffn_in.{spec.index}_official", hyper_connections.read(model.ops, c, streams, a_pre, w.ffn_norm)
-        yield f"{prefix}.ffn_out.{spec.index}_official", moe(recorder, c, spec, w.moe, ffn_in, text)  # type: ignore[arg-type]
+        y = moe(recorder, c, spec, w.moe, ffn_in, text)  # type: ignore[arg-type]
+        yield f"{prefix}.ffn_out.{spec.index}_official", y
         pre, post, comb = hyper_connections.mix(model.ops, c, w.hc_ffn, streams)
         streams = model.ops.hc_write(rec(f"ffn_out.{spec.index}"), streams, post, comb)
     yield f"{prefix}.X_final_official", streams

@@ -1,4 +1,6 @@
-"""Recomputing units.safetensors: single kernels on given inputs, through the registered ops where one takes such inputs."""
+"""Recomputing units.safetensors: single kernels on given inputs, through the registered ops where one takes such
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -63,5 +65,20 @@ def _attention(u: Mapping[str, Tensor], device: str) -> Tensor:
     table = torch.zeros((1, 1), dtype=torch.int32, device=device)
     none = torch.zeros((1, 1, 512), device=device)
     return EXACT.attention(
-        q, none[0], none, m, m, m, m, m, u["attn.sink"].to(device), kv.float()[None], idx, table, 512**-0.5, 0, 1, kv.shape[0]
+        q,
+        none[0],
+        none,
+        m,
+        m,
+        m,
+        m,
+        m,
+        u["attn.sink"].to(device),
+        kv.float()[None],
+        idx,
+        table,
+        512**-0.5,
+        0,
+        1,
+        kv.shape[0],
     )

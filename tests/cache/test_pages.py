@@ -20,9 +20,7 @@ def test_numbers_are_exclusive_and_conserved(total: int, moves: list[tuple[bool,
             assert len(taken) == count and not set(taken) & set(held) and all(1 <= n <= total for n in taken)
             held += taken
         elif take:
-            with pytest.raises(
-                EngineError, match=f"{count} pages were asked for, {pool.num_free} of {total}"
-            ):
+            with pytest.raises(EngineError, match=f"{count} pages were asked for, {pool.num_free} of {total}"):
                 pool.take(count)
         else:
             pool.give_back(held[:count])

@@ -17,9 +17,7 @@ THINK_END = "</think>"
 
 
 @pytest.fixture
-def talk(
-    deepinfer: Callable[..., Any], mock_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
+def talk(deepinfer: Callable[..., Any], mock_model: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`talk(reply, *lines)`: a session in which the model answers every turn with `reply`."""
     tokenizer = Tokenizer(TINY_TOKENIZER)
     assistant = tokenizer.token_to_id("<｜Assistant｜>")

@@ -22,9 +22,7 @@ def test_json_is_the_whole_of_stdout(deepinfer: Callable[..., Any], mock_model: 
     assert "tok/s" in result.err  # the progress bar
 
 
-def test_text_output_and_every_kind_of_prompt(
-    deepinfer: Callable[..., Any], mock_model: Any, tmp_path: Path
-) -> None:
+def test_text_output_and_every_kind_of_prompt(deepinfer: Callable[..., Any], mock_model: Any, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     chat = {"messages": [{"role": "user", "content": "Why?"}]}
     path.write_text("\n".join(json.dumps(item) for item in ("one", [5, 6], chat)))
@@ -48,9 +46,7 @@ def test_a_bad_prompt_is_told_before_anything_runs(deepinfer: Callable[..., Any]
     assert mock_model.steps == []
 
 
-def test_a_request_that_fails_while_it_runs_gives_exit_code_1(
-    deepinfer: Callable[..., Any], mock_model: Any
-) -> None:
+def test_a_request_that_fails_while_it_runs_gives_exit_code_1(deepinfer: Callable[..., Any], mock_model: Any) -> None:
     mock_model.answer = lambda history: torch.full((512,), float("nan"))
     result = deepinfer("generate", "-m", "mock", "-p", "x", "--json")
     assert result.code == 1 and json.loads(result.out)[0]["error"]

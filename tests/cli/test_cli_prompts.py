@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer.cli.prompts import read_prompts, shown
+from deepinfer.cli.prompts import read_prompts, shown, terminal_text
 from deepinfer.errors import RequestError
 
 
@@ -85,6 +85,10 @@ def test_files_without_prompts(tmp_path: Path) -> None:
             read_prompts(str(tmp_path / name))
     with pytest.raises(RequestError, match="absent"):
         read_prompts(str(tmp_path / "absent"))
+
+
+def test_model_text_cannot_steer_the_terminal() -> None:
+    assert terminal_text("a\x1b[2J\tb\n\x9bé好") == "a\ufffd[2J\tb\n\ufffdé好"
 
 
 def test_shown_is_one_short_line() -> None:

@@ -122,9 +122,7 @@ def test_text_of_an_option_becomes_the_value_of_its_field(args: list[str], field
 
 
 def test_engine_options() -> None:
-    sampling, engine = parse(
-        "--engine-seed", "3", "--num-pages", "none", "--replay", "mask", "--device", "cpu"
-    )
+    sampling, engine = parse("--engine-seed", "3", "--num-pages", "none", "--replay", "mask", "--device", "cpu")
     assert sampling == {}
     assert engine == {"seed": 3, "num_pages": None, "replay": "mask", "device": "cpu"}
 

@@ -1,4 +1,6 @@
-"""Copy the part of the goldens that the tests need into tests/data (at most 10 MB). Usage: python tests/data/make.py GOLDENS_DIR"""
+"""Copy the part of the goldens that the tests need into tests/data (at most 10 MB). Usage: python tests/data/make.py
+GOLDENS_DIR
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def main(goldens: Path) -> None:
         if file.name not in ("golden.safetensors", "agreement.json"):
             shutil.copyfile(file, tiny / file.name)
     arrays = load_file(goldens / "tiny" / "golden.safetensors")
-    wanted = {n: t for n, t in arrays.items() if any(fnmatchcase(n, k) for k in KEEP) or not any(fnmatchcase(n, d) for d in DROP)}
+    wanted = {
+        n: t
+        for n, t in arrays.items()
+        if any(fnmatchcase(n, k) for k in KEEP) or not any(fnmatchcase(n, d) for d in DROP)
+    }
     save_file(wanted, tiny / "golden.safetensors")
     lite = load_file(goldens / "lite" / "golden.safetensors")
     few = {n: lite[n] for n in ("token_map", "engram_multipliers", "engram_primes")}

@@ -122,9 +122,7 @@ class MockModel:
         kept = rows if step.kept is None else step.kept
         assert set(step.logit_rows.tolist()) <= set(kept.tolist())
         assert (step.positions[kept] >= step.window_floor[kept]).all() or step.kept is None
-        for row in rows[
-            step.run_start == rows
-        ]:  # the newest earlier row that a run needs is still in its ring
+        for row in rows[step.run_start == rows]:  # the newest earlier row that a run needs is still in its ring
             before = int(step.positions[row]) - 1
             if before >= 0:
                 assert float(state.window[0][int(step.slots[row]), before % state.ring, 0]) == before

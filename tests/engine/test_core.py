@@ -86,10 +86,7 @@ def test_any_schedule_gives_the_answers_of_one_at_a_time(
         small.add_request(Prompt(prompt), chosen, str(i))
         if i == 0:
             for _ in range(late):
-                if (
-                    small.has_unfinished
-                    and len(small.requests["0"].sequences[0].output_ids) < sizes[0][1] - 1
-                ):
+                if small.has_unfinished and len(small.requests["0"].sequences[0].output_ids) < sizes[0][1] - 1:
                     small.step()
     batched = run(small)
     alone = mock_engine(replay="off")
@@ -120,9 +117,7 @@ def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
     for _ in range(150):
         if rng.random() < 0.5:
             prompt = Prompt([int(i) for i in rng.integers(3, 200, rng.integers(1, 30))])
-            engine.add_request(
-                prompt, SamplingParams(max_tokens=20, n=int(rng.integers(1, 3))), str(next(numbers))
-            )
+            engine.add_request(prompt, SamplingParams(max_tokens=20, n=int(rng.integers(1, 3))), str(next(numbers)))
         if engine.requests and rng.random() < 0.3:
             engine.abort([list(engine.requests.values())[rng.integers(len(engine.requests))]])
         engine.step()
@@ -451,9 +446,7 @@ def test_a_step_that_breaks_off_is_repeated(error: type[BaseException], at: int)
 def test_an_interrupt_after_sampling_repeats_nothing_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = mock_engine()
     for name, length in (("short", 3), ("long", 6)):
-        engine.add_request(
-            text_prompt(name), SamplingParams(max_tokens=length, seed=0, ignore_eos=True), name
-        )
+        engine.add_request(text_prompt(name), SamplingParams(max_tokens=length, seed=0, ignore_eos=True), name)
     engine.step()
     engine.step()
     requests = dict(engine.requests)
@@ -508,9 +501,7 @@ def test_metrics_count_rows_tokens_and_times() -> None:
 
 def test_deltas_add_up_to_the_whole() -> None:
     engine = mock_engine(MockModel(scripted({"Q": ids("a🚀 END")})))
-    request = engine.add_request(
-        text_prompt("Q"), SamplingParams(temperature=0, stop="END", logprobs=0, max_tokens=30)
-    )
+    request = engine.add_request(text_prompt("Q"), SamplingParams(temperature=0, stop="END", logprobs=0, max_tokens=30))
     deltas = []
     while not request.finished:
         engine.step()

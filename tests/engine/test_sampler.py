@@ -33,13 +33,9 @@ REAL_VOCAB = 129_280
 SECONDS_REAL_BATCH = 1.0  # 32 rows x 129,280 plain draws take 0.05 s on an idle core
 
 
-def make_row(
-    prompt=(1, 2, 3), output=(), *, seed=7, index=0, position=None, forbidden=(), eos=(), bad=(), **params
-):
+def make_row(prompt=(1, 2, 3), output=(), *, seed=7, index=0, position=None, forbidden=(), eos=(), bad=(), **params):
     where = len(prompt) + len(output) if position is None else position
-    return SamplingRow(
-        SamplingParams(**params), list(prompt), list(output), where, seed, index, forbidden, eos, bad
-    )
+    return SamplingRow(SamplingParams(**params), list(prompt), list(output), where, seed, index, forbidden, eos, bad)
 
 
 def ids_of(results):
@@ -64,9 +60,7 @@ def naive_philox(counter, key):
 
 
 def philox_of(counters, keys):
-    return philox4x32(
-        *np.array(counters, dtype=np.uint64).T, key=tuple(np.array(keys, dtype=np.uint64).T)
-    ).tolist()
+    return philox4x32(*np.array(counters, dtype=np.uint64).T, key=tuple(np.array(keys, dtype=np.uint64).T)).tolist()
 
 
 def test_philox_known_answers():
@@ -119,10 +113,7 @@ def naive_token(logits, row):
 @pytest.mark.parametrize("vocab", [1, 2, 5, 64, 1003])
 def test_draws_equal_the_naive_gumbel_max(vocab, scale):
     logits = gaussian(12, vocab, scale=scale, seed=vocab)
-    rows = [
-        make_row(seed=(i << 40) + i, position=2**31 + i, index=i % 3, temperature=0.25 + i / 4)
-        for i in range(12)
-    ]
+    rows = [make_row(seed=(i << 40) + i, position=2**31 + i, index=i % 3, temperature=0.25 + i / 4) for i in range(12)]
     assert ids_of(sample(logits, rows)) == [naive_token(z, row) for z, row in zip(logits, rows, strict=True)]
 
 
@@ -168,9 +159,7 @@ def test_neighbouring_draws_are_independent():
 
     def draws(*, shift=0, seed=3, index=0):
         return np.array(
-            ids_of(
-                sample(logits, [make_row(position=i + shift, seed=seed, index=index) for i in range(count)])
-            )
+            ids_of(sample(logits, [make_row(position=i + shift, seed=seed, index=index) for i in range(count)]))
         )
 
     base = draws()
@@ -243,10 +232,7 @@ def test_samples_of_one_prompt_differ_and_repeat_as_a_set():
     logits = gaussian(1, 600, scale=0.3).expand(4, -1)
 
     def four(seed):
-        return [
-            ids_of(sample(logits, [make_row(seed=seed, index=i, position=p) for i in range(4)]))
-            for p in range(6)
-        ]
+        return [ids_of(sample(logits, [make_row(seed=seed, index=i, position=p) for i in range(4)])) for p in range(6)]
 
     first = four(7)
     assert first == four(7)
@@ -355,9 +341,7 @@ def naive_processed(logits, row):
         z[token] += bias
     for token in range(len(z)):
         if token in row.prompt_ids or token in row.output_ids:
-            z[token] = (
-                z[token] / params.repetition_penalty if z[token] > 0 else z[token] * params.repetition_penalty
-            )
+            z[token] = z[token] / params.repetition_penalty if z[token] > 0 else z[token] * params.repetition_penalty
     for token in range(len(z)):
         count = row.output_ids.count(token)
         z[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
@@ -447,9 +431,7 @@ def test_rows_and_logits_must_match():
 
 def test_logprobs_are_those_of_the_raw_logits():
     logits = gaussian(3, 200, seed=4)
-    rows = [
-        make_row(temperature=t, logprobs=n, logit_bias={17: 50.0}) for t, n in ((0, 4), (2.0, 0), (0, 200))
-    ]
+    rows = [make_row(temperature=t, logprobs=n, logit_bias={17: 50.0}) for t, n in ((0, 4), (2.0, 0), (0, 200))]
     expected = torch.log_softmax(logits.double(), -1)
     for i, result in enumerate(sample(logits, rows)):
         assert result.token_id == 17

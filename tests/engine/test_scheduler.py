@@ -35,9 +35,7 @@ def make_request(
 
 
 def scheduler(pages: int = 8, slots: int = 4, budget: int = 16, compact: bool = True) -> Scheduler:
-    return Scheduler(
-        num_pages=pages, num_slots=slots, page_size=PAGE, max_num_batched_tokens=budget, compact=compact
-    )
+    return Scheduler(num_pages=pages, num_slots=slots, page_size=PAGE, max_num_batched_tokens=budget, compact=compact)
 
 
 def advance(sched: Scheduler, plan: StepPlan) -> list[Sequence]:

@@ -34,9 +34,7 @@ from deepinfer.model.synthetic import TINY_TOKENIZER, full, synthetic_weights, t
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = Path(os.environ.get("DEEPINFER_GOLDENS") or ROOT.parent / "shared" / "goldens")
-needs_goldens = pytest.mark.skipif(
-    not GOLDENS.is_dir(), reason="the goldens are not there (DEEPINFER_GOLDENS)"
-)
+needs_goldens = pytest.mark.skipif(not GOLDENS.is_dir(), reason="the goldens are not there (DEEPINFER_GOLDENS)")
 SHARD = 3_000_000  # tiny is 6.8 MB: three shards
 
 
@@ -191,9 +189,7 @@ def test_fused_rows_and_stacked_experts(config, written):
 
 def test_every_e8m0_code_survives(config, tmp_path):
     name = "layers.1.engram.embed.scale"
-    codes = (
-        torch.arange(tensor_table(config)[name].numel).to(torch.uint8).view(tensor_table(config)[name].shape)
-    )
+    codes = torch.arange(tensor_table(config)[name].numel).to(torch.uint8).view(tensor_table(config)[name].shape)
     tensors = ((n, codes if n == name else t) for n, t in synthetic_weights(config))
     write_checkpoint(tmp_path, config, tensors)
     assert torch.equal(load_checkpoint(tmp_path, config)[name], codes)
@@ -220,9 +216,7 @@ def test_fill_is_what_loading_does(config, written):
 
 def test_write_load_write_is_byte_exact(config, written, tmp_path):
     weights = load_checkpoint(written, config)
-    write_checkpoint(
-        tmp_path, config, file_form(weights, config), shard_bytes=SHARD, tokenizer=TINY_TOKENIZER
-    )
+    write_checkpoint(tmp_path, config, file_form(weights, config), shard_bytes=SHARD, tokenizer=TINY_TOKENIZER)
     files = sorted(p.name for p in written.iterdir())
     assert files == sorted(p.name for p in tmp_path.iterdir())
     for file in files:
@@ -283,9 +277,7 @@ def test_writer_refuses_wrong_tensors(config, tmp_path):
         write(**{"embed.weight": None})
     with pytest.raises(CheckpointError, match="extra was given twice or is no tensor of this config"):
         write(extra=torch.zeros(1))
-    with pytest.raises(
-        CheckpointError, match=r"norm.weight: expected BF16 \[192\], given .*bfloat16 \[191\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"norm.weight: expected BF16 \[192\], given .*bfloat16 \[191\]"):
         write(**{"norm.weight": good["norm.weight"][:191]})
     with pytest.raises(CheckpointError, match=r"norm.weight: expected BF16 \[192\], given torch.float32"):
         write(**{"norm.weight": good["norm.weight"].float()})
@@ -367,14 +359,10 @@ def test_truncated_shard(config, folder, keep):
     whole = shard.read_bytes()
     shard.write_bytes(whole[:keep])
     message = failure(folder, config)
-    assert (
-        f"truncated shard {shard.name}: {len(whole[:keep])} bytes" in message and "copy it again" in message
-    )
+    assert f"truncated shard {shard.name}: {len(whole[:keep])} bytes" in message and "copy it again" in message
 
 
-@pytest.mark.parametrize(
-    "header", [b"not json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"\xff\xfe\xfd\xfc"]
-)
+@pytest.mark.parametrize("header", [b"not json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"\xff\xfe\xfd\xfc"])
 def test_damaged_header(config, folder, header):
     shard = sorted(folder.glob("model-*.safetensors"))[0]
     shard.write_bytes(struct.pack("<Q", len(header)) + header)

@@ -1,7 +1,7 @@
 """Every golden array, recomputed and judged by the table that `deepinfer verify` uses (deepinfer/verify/rules.toml).
 
-tests/data holds `tiny` and `units`; the full set (with `lite`: real head dims, window 128, top-512) runs when DEEPINFER_GOLDENS
-or ../shared/goldens is there.
+tests/data holds `tiny` and `units`; the full set (with `lite`: real head dims, window 128, top-512) runs when
+DEEPINFER_GOLDENS or ../shared/goldens is there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data"
 FULL = Path(os.environ.get("DEEPINFER_GOLDENS") or ROOT.parent / "shared/goldens")
 
-# checkpoint -> least number of arrays that must really be compared, most that may be skipped (inputs, annotations, defective)
+# checkpoint -> least number of arrays that must really be compared, most that may be skipped (inputs, annotations,
+# defective)
 EXPECTED = {"tiny": (110, 45), "units": (18, 15), "lite": (60, 30)}
 
 

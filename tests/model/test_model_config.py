@@ -25,9 +25,7 @@ from deepinfer.model.synthetic import CONFIGS, full, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = Path(os.environ.get("DEEPINFER_GOLDENS") or ROOT.parent / "shared" / "goldens")
-needs_goldens = pytest.mark.skipif(
-    not GOLDENS.is_dir(), reason="the goldens are not there (DEEPINFER_GOLDENS)"
-)
+needs_goldens = pytest.mark.skipif(not GOLDENS.is_dir(), reason="the goldens are not there (DEEPINFER_GOLDENS)")
 
 
 # ---- reading and writing ----
@@ -109,9 +107,7 @@ def test_release_layer_map():
 
 def test_release_draft_stages():
     stages = full().draft_layers
-    assert [(s.name, s.index, s.n_experts, s.top_k) for s in stages] == [
-        (f"mtp.{i}", 40 + i, 128, 3) for i in range(3)
-    ]
+    assert [(s.name, s.index, s.n_experts, s.top_k) for s in stages] == [(f"mtp.{i}", 40 + i, 128, 3) for i in range(3)]
     assert all(s.draft and s.ratio == 0 and not s.yarn and not s.tap and s.kv_source is None for s in stages)
 
 
@@ -338,9 +334,7 @@ def test_other_architectures(architectures, found):
 
 
 def test_building_one_checks_it():
-    with pytest.raises(
-        ConfigError, match=r"ModelConfig: not a model .*: hidden_size must be a multiple of 32"
-    ):
+    with pytest.raises(ConfigError, match=r"ModelConfig: not a model .*: hidden_size must be a multiple of 32"):
         replace(tiny(), hidden_size=100)
 
 

@@ -94,9 +94,7 @@ class Chunk:
 class Bench:
     """One random model twice: as the engine's and as the oracle's, with requests to run."""
 
-    def __init__(
-        self, seed: int, lengths: list[Any], numerics: str = "exact", *, replay: bool = False
-    ) -> None:
+    def __init__(self, seed: int, lengths: list[Any], numerics: str = "exact", *, replay: bool = False) -> None:
         self.rng = np.random.default_rng(seed)
         self.config = random_config(self.rng)
         weights = random_weights(self.config, self.rng)
@@ -284,10 +282,7 @@ def test_quantised_rows_are_equal_until_a_flip() -> None:
         bench = Bench(seed, [(("window", 1), 3), (("plain", 9), 2)], "quantised")
         logits = bench.play()
         errors += [row_error(logits[r.slot], bench.trace(r).logits) for r in bench.requests]
-    assert (
-        np.mean(np.concatenate(errors) < TOLERANCE["quantised equal row"])
-        > TOLERANCE["quantised equal share"]
-    )
+    assert np.mean(np.concatenate(errors) < TOLERANCE["quantised equal row"]) > TOLERANCE["quantised equal share"]
 
 
 def test_vision_tower_and_span() -> None:

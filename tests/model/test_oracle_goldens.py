@@ -63,9 +63,7 @@ def replayed(quant: bool) -> tuple[Trace, int]:
     g = golden("tiny")
     length = len(g["p1.ids"])
     ids = np.concatenate([g["p1.ids"], g["p1.decode.tokens"][:8]])
-    return oracle("tiny", quant).prefill(
-        ids, floor=length - oracle("tiny", quant).c["sliding_window"]
-    ), length
+    return oracle("tiny", quant).prefill(ids, floor=length - oracle("tiny", quant).c["sliding_window"]), length
 
 
 def row_error(got: Array, want: Array) -> Array:
@@ -184,9 +182,7 @@ def test_recorded_sublayers(name: str) -> None:
     memory, text = Memory(len(positions)), np.zeros(len(positions), bool)[rows]
     for layer in range(o.c["num_hidden_layers"]):
         y = o.attention(layer, g[f"p1.t.attn_in.{layer}_official"], positions, memory)
-        assert relative(y[rows], g[f"p1.{kind}.attn_out.{layer}_official"]) < TOLERANCE["attention"][name], (
-            layer
-        )
+        assert relative(y[rows], g[f"p1.{kind}.attn_out.{layer}_official"]) < TOLERANCE["attention"][name], layer
         x = g[f"p1.{kind}.ffn_in.{layer}_official"]
         y, _ = o.moe(f"layers.{layer}.ffn", x, text, o.c["num_experts_per_tok"])
         assert relative(y, g[f"p1.{kind}.ffn_out.{layer}_official"]) < TOLERANCE["moe"], layer

@@ -1,11 +1,12 @@
 """Properties of the whole model that hold bit by bit: chunks, batches, replay, page layout, image rows, drafts.
 
-The numbers themselves are checked in test_goldens.py and test_oracle.py. Every comparison here is exact (tolerance 0), in both
-numerics: a row's bits may not depend on how its request was cut into steps or on what ran beside it.
+The numbers themselves are checked in test_goldens.py and test_oracle.py. Every comparison here is exact (tolerance 0),
+in both numerics: a row's bits may not depend on how its request was cut into steps or on what ran beside it.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_chunks_equal_the_whole(numerics: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, n - 1)), max_size=6), label="cuts") | {0, n})
     state = new_state(numerics)
     model = MODELS[numerics]
-    parts = [model.forward(step([(1, a, IDS[a:b])]), state).logits for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    parts = [model.forward(step([(1, a, IDS[a:b])]), state).logits for a, b in pairwise(cuts) if a < b]
     assert torch.equal(torch.cat(parts), whole(numerics, IDS[:n]))
 
 
@@ -101,10 +102,15 @@ def test_replay_compact_equals_mask(numerics: str, keep: int) -> None:
     floor = len(IDS) - keep
     model = MODELS[numerics]
     outs = []
-    for trim, cuts in ((True, [0, 100]), (False, [0, 100]), (True, [0, 3, floor + 5, 97, 100]), (True, [0, 40, 86, 100])):
+    for trim, cuts in (
+        (True, [0, 100]),
+        (False, [0, 100]),
+        (True, [0, 3, floor + 5, 97, 100]),
+        (True, [0, 40, 86, 100]),
+    ):
         state = new_state(numerics)
         cuts = sorted({min(100, c) for c in cuts})
-        parts = [model.forward(step([(1, a, IDS[a:b])], floor, trim), state).logits for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [model.forward(step([(1, a, IDS[a:b])], floor, trim), state).logits for a, b in pairwise(cuts)]
         parts.append(model.forward(step([(1, 100, IDS[:1])], floor), state).logits)
         outs.append(torch.cat(parts))
     assert outs[0].shape[0] == keep + 1
@@ -173,7 +179,9 @@ def test_draft_choice_is_the_callers() -> None:
     pos = torch.arange(20, dtype=torch.int32)
     model.draft.write_context(out.taps, torch.ones_like(pos), pos, torch.full_like(pos, 19), state)
     one = lambda v: torch.tensor([v], dtype=torch.int32)  # noqa: E731
-    fixed = model.draft.propose(torch.tensor([5]), one(20), one(1), one(0), state, lambda logits, k: torch.tensor([k + 30]))
+    fixed = model.draft.propose(
+        torch.tensor([5]), one(20), one(1), one(0), state, lambda logits, k: torch.tensor([k + 30])
+    )
     assert fixed.tokens.tolist() == [[30, 31, 32, 33, 34]]
 
 

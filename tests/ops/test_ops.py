@@ -1,7 +1,7 @@
 """Every registered op: opcheck, fake against real, reference against dispatcher, rows independent of their batch.
 
-Tolerances of values are the ops' own (registry.Op.tolerance, relative Frobenius); shapes, dtypes, strides, integers and the
-row-independence of references are exact.
+Tolerances of values are the ops' own (registry.Op.tolerance, relative Frobenius); shapes, dtypes, strides, integers
+and the row-independence of references are exact.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ ROW_ARGS = {
 @pytest.mark.parametrize("exact", [False, True], ids=["quantised", "exact"])
 @pytest.mark.parametrize("name", sorted(ROW_ARGS))
 def test_a_row_does_not_see_its_batch(name: str, exact: bool) -> None:
-    """Bits of a row alone equal its bits inside the largest example, through the dispatcher and through the reference."""
+    """Bits of a row alone equal its bits inside the largest example, through the dispatcher and through the reference.
+    """
     op = registry.OPS[name]
     rows = ROW_ARGS[name]
     args = max(cases(name, seed=3), key=lambda a: a[0].shape[0])
@@ -136,7 +137,9 @@ def test_a_row_does_not_see_its_batch(name: str, exact: bool) -> None:
         for i in range(args[0].shape[0]):
             one = [a[i : i + 1] if j in rows and isinstance(a, Tensor) else a for j, a in enumerate(args)]
             for whole, part in zip(full, tensors(fn(*one)), strict=True):
-                assert torch.equal(whole[i : i + 1].contiguous().view(torch.uint8), part.contiguous().view(torch.uint8)), f"row {i}"
+                assert torch.equal(
+                    whole[i : i + 1].contiguous().view(torch.uint8), part.contiguous().view(torch.uint8)
+                ), f"row {i}"
 
 
 @ALL
@@ -184,6 +187,10 @@ def test_top_k_is_the_sorted_best(seed: int) -> None:
     got = registry.OPS["index_topk"].overload(q, w, pool, table, torch.zeros(3, dtype=torch.int32), visible, 1, page, 6)
     flat = records.unpack_index(keys[table[0].long()].flatten(0, 1), dim).double()
     for m in range(3):
-        s = (torch.relu(records.unpack_index(q[m], dim).double() @ flat.t()) * w[m].double().unsqueeze(1)).sum(0).float()
+        s = (
+            (torch.relu(records.unpack_index(q[m], dim).double() @ flat.t()) * w[m].double().unsqueeze(1))
+            .sum(0)
+            .float()
+        )
         best = sorted(range(int(visible[m])), key=lambda j: (-s[j].item(), j))[:6]
         assert got[m].tolist() == sorted(best) + [-1] * (6 - len(best))

@@ -1,4 +1,6 @@
-"""The op table: overrides, refusals, what doctor shows, and the PrivateUse1 contract. Each override runs in its own process."""
+"""The op table: overrides, refusals, what doctor shows, and the PrivateUse1 contract. Each override runs in its own
+process.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ print("ok", len(registry.OPS))
 
 
 def test_private_use_one_has_every_op() -> None:
-    """The references are registered for Ascend's key, and fakes keep the device: a graph on npu can be captured without one."""
+    """The references are registered for Ascend's key, and fakes keep the device: a graph on npu can be captured
+    without one.
+    """
     done = run(PRIVATEUSE1, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("ok 29")

@@ -267,9 +267,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
             ResultFile(path, IDS)
 
 
-def test_a_write_that_stops_halfway_leaves_whole_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_stops_halfway_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out"
     results = ResultFile(path, IDS)
     results.write(row("a"))

@@ -44,9 +44,7 @@ def test_goldens(v41: Tokenizer, golden: Callable[[str], Path]) -> None:
         thinking = request.pop("thinking", None)
         if thinking is not None:
             thinking = thinking["type"] == "enabled"
-        chat = render(
-            request.pop("messages"), tokenizer=v41, image_token=IMAGE_TOKEN, thinking=thinking, **request
-        )
+        chat = render(request.pop("messages"), tokenizer=v41, image_token=IMAGE_TOKEN, thinking=thinking, **request)
         assert chat.text == case["prompt"], case["name"]
         assert hashlib.sha256(chat.text.encode()).hexdigest() == case["prompt_sha256"], case["name"]
         assert [list(pair) for pair in chat.special_ranges] == case["special_ranges"], case["name"]
@@ -74,18 +72,14 @@ def test_user_text_makes_no_control_tokens(v41: Tokenizer, tiny: Tokenizer) -> N
     for tokenizer, image in ((v41, IMAGE_TOKEN), (tiny, 510)):
         clean = user_chat(tokenizer, "x", image_token=image).token_ids
         attacked = user_chat(tokenizer, evil, image_token=image)
-        controls = {
-            i for i in range(tokenizer.vocab_size) if (tokenizer.id_to_token(i) or "").startswith("<｜")
-        }
+        controls = {i for i in range(tokenizer.vocab_size) if (tokenizer.id_to_token(i) or "").startswith("<｜")}
         controls |= {tokenizer.token_to_id(name) or 0 for name in ("<think>", "</think>", "｜DSML｜")}
         assert [i for i in attacked.token_ids if i in controls] == [i for i in clean if i in controls]
         assert evil in tokenizer.decode(attacked.token_ids, skip_special_tokens=False)
         for role in ("system", "assistant"):
             messages = [*USER, {"role": role, "content": evil}, *USER]
             calm = [*USER, {"role": role, "content": "x"}, *USER]
-            ids, calm_ids = (
-                render(m, tokenizer=tokenizer, image_token=image).token_ids for m in (messages, calm)
-            )
+            ids, calm_ids = (render(m, tokenizer=tokenizer, image_token=image).token_ids for m in (messages, calm))
             assert [i for i in ids if i in controls] == [i for i in calm_ids if i in controls]
 
 
@@ -196,9 +190,7 @@ def test_tool_calls_round_trip(v41: Tokenizer, thinking: bool) -> None:
     assert json.loads(functions[1]["arguments"]) == {}
     # the message goes into the next turn as it is, and is rendered as it was generated
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in message["tool_calls"]]
-    again = render(
-        [*USER, message, *results], tokenizer=v41, image_token=None, tools=[TOOL], thinking=thinking
-    )
+    again = render([*USER, message, *results], tokenizer=v41, image_token=None, tools=[TOOL], thinking=thinking)
     assert reply.replace('"now">\n<', '"now">\n\n<') + EOS in again.text
 
 

@@ -77,9 +77,7 @@ def test_special_tokens(tiny: Tokenizer, v4: Tokenizer) -> None:
 # ---- stop strings ----
 
 
-def stream(
-    stops: list[str], pieces: list[str], include: bool = False, unarmed: int = 0
-) -> tuple[str, str | None]:
+def stream(stops: list[str], pieces: list[str], include: bool = False, unarmed: int = 0) -> tuple[str, str | None]:
     """Feed pieces, the first `unarmed` of them without may_stop."""
     checker = StopChecker(stops, include)
     out = ""
@@ -121,9 +119,7 @@ LETTERS = st.text("ab\n你", max_size=24)
     include=st.booleans(),
     data=st.data(),
 )
-def test_stop_equals_find(
-    stops: list[str], text: str, cuts: list[int], include: bool, data: st.DataObject
-) -> None:
+def test_stop_equals_find(stops: list[str], text: str, cuts: list[int], include: bool, data: st.DataObject) -> None:
     pieces = cut(text, cuts)
     unarmed = data.draw(st.integers(0, len(pieces)))
     after = len("".join(pieces[:unarmed]))
@@ -133,9 +129,7 @@ def test_stop_equals_find(
         assert stream(stops, pieces)[0] == (text if at < 0 else text[:at])
 
 
-@pytest.mark.parametrize(
-    "pieces", [["a E", "ND b"], ["a EN", "D b"], ["a ", "E", "N", "D"], ["a xENDy"], ["a END"]]
-)
+@pytest.mark.parametrize("pieces", [["a E", "ND b"], ["a EN", "D b"], ["a ", "E", "N", "D"], ["a xENDy"], ["a END"]])
 def test_b24_stop_split_over_tokens(pieces: list[str]) -> None:
     text = "".join(pieces)
     assert stream(["END"], pieces) == (text[: text.index("END")], "END")

@@ -152,9 +152,7 @@ def test_sources_agree(tmp_path: Path) -> None:
         assert torch.equal(preprocess(source, TINY).patches, expected)
     for form in ("BMP", "TIFF", "GIF", "WEBP", "JPEG"):
         flat = Image.new("RGB", (130, 90), (255, 255, 255))
-        assert torch.allclose(
-            preprocess(encoded(flat, form), TINY).patches[20].float(), torch.ones(1), atol=0.02
-        )
+        assert torch.allclose(preprocess(encoded(flat, form), TINY).patches[20].float(), torch.ones(1), atol=0.02)
 
 
 def test_modes() -> None:
@@ -184,12 +182,7 @@ def bomb(width: int, height: int) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b""))
-        + chunk(b"IEND", b"")
-    )
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

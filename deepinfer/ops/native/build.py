@@ -1,8 +1,8 @@
 """Compile csrc/cpu into the library that `deepinfer.ops.native` loads: `python -m deepinfer.ops.native.build`.
 
-Belongs here: finding a compiler, flags, the decision whether a build is current. Does not belong here: loading (__init__.py).
-Every family is compiled once per instruction set; the library is replaced by a rename, so a running process is never
-disturbed. Built against any torch >= 2.11 it loads in any other one (stable ABI).
+Belongs here: finding a compiler, flags, the decision whether a build is current. Does not belong here: loading
+(__init__.py). Every family is compiled once per instruction set; the library is replaced by a rename, so a running
+process is never disturbed. Built against any torch >= 2.11 it loads in any other one (stable ABI).
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _compile(compiler: str, torch_dir: Path, key: str, tmp: Path, verbose: bool)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, jobs))
-    # Order matters: of equal template instances (std::) the linker keeps the first, which is the one for the weakest CPU.
+    # Order matters: of equal template instances (std::) the linker keeps the first, which is the one for the weakest
+    # CPU.
     fresh = LIBRARY.with_name(f"{LIBRARY.name}.{os.getpid()}.tmp")
     try:
         run([compiler, "-shared", *objects, "-o", str(fresh), f"-L{torch_dir / 'lib'}", "-ltorch_cpu"])
