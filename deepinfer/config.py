@@ -194,7 +194,7 @@ _INTEGERS = {  # name: (lowest value, None allowed)
     "max_num_seqs": (1, False),
     "max_num_batched_tokens": (1, False),
     "kv_cache_memory_bytes": (1, True),
-    "num_pages": (2, True),  # page 0 is reserved for padding
+    "num_pages": (1, True),  # the reserved page 0 comes on top
     "page_size": (8, False),
     "seed": (0, True),
     "max_logprobs": (0, False),

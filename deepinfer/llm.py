@@ -97,6 +97,9 @@ class LLM:
         Everything else, errors included, is as for `generate`.
         """
         options.update(tools=tools, thinking=thinking, reasoning_effort=reasoning_effort)
+        if not isinstance(messages, list | tuple):
+            kind = type(messages).__name__
+            raise RequestError(f"messages must be a list of dicts or a list of such lists, not {kind}")
         conversations = [messages] if _is_conversation(messages) else messages
 
         def render(conversation: Any) -> Prompt:
@@ -219,6 +222,10 @@ class LLM:
     def _pair(self, count: int, params: Params, noun: str) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.default_params] * count
+        if not isinstance(params, list | tuple):
+            raise RequestError(
+                f"sampling_params must be SamplingParams or a list of them, not {type(params).__name__}"
+            )
         each = list(params)
         if len(each) != count:
             raise RequestError(

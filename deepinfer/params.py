@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from deepinfer.errors import CheckpointError, RequestError, UnsupportedError, list_problems, subjects
@@ -295,6 +296,20 @@ class SamplingParams:
             return cls(**values)
         except RequestError as error:
             raise CheckpointError(f"generation_config.json: {error}") from error
+
+    @classmethod
+    def defaults_of(cls, folder: str | Path) -> SamplingParams:
+        """`defaults_from` the generation_config.json of a checkpoint folder; the plain defaults where it has none."""
+        file = Path(folder, "generation_config.json")
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{file} must hold a JSON object, found {type(content).__name__}")
+        return cls.defaults_from(content)
 
     def bad_word_ids(self, encode: Callable[[str], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of `bad_words`: each word as it begins a text and as it follows a space.

@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from deepinfer import LLM, SamplingParams
 from deepinfer.cache.groups import human
 from deepinfer.cli.prompts import as_llm_prompt, read_prompts, shown
@@ -35,6 +37,8 @@ def main() -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
         make_checkpoint(args.model, checkpoint)
     prompts = read_prompts(args.prompts)
+    if args.model == "tiny":  # matrices too small to share: threads would only wait for each other
+        torch.set_num_threads(1)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.8)
     with LLM(checkpoint, max_num_seqs=8, seed=0) as llm:
         begin = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import runpy
 import subprocess
@@ -54,6 +55,17 @@ def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The capital of France is -> ") and "\n你好 -> " in done.stdout
+
+
+def test_the_demo_runs_on_reference_ops(tmp_path: Path) -> None:
+    """`make demo` where there is no compiler."""
+    command = [sys.executable, "examples/demo.py", "--folder", str(tmp_path), "--max-tokens", "2"]
+    environment = {**os.environ, "DEEPINFER_NATIVE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n> ") == 5 and "[image] What is in this picture?" in done.stdout
+    assert all(f"\n{name} " in done.stdout for name in ("load", "tokens", "speed", "KV cache", "ops (cpu)"))
+    assert "100%" in done.stderr and "tok/s" in done.stderr  # the progress bar
 
 
 def test_every_command_is_described() -> None:

@@ -69,7 +69,7 @@ BAD = {
     "max_model_len": 1,
     "max_num_seqs": 0,
     "max_num_batched_tokens": 2.5,
-    "num_pages": 1,
+    "num_pages": 0,
     "page_size": True,
     "seed": -1,
     "max_logprobs": -1,

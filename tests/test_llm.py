@@ -93,6 +93,11 @@ def test_params_of_another_length_name_both(make_llm: Callable[..., LLM]) -> Non
         make_llm().generate([], [QUICK])
     with pytest.raises(RequestError, match="sampling_params 1 is dict"):
         make_llm().generate(["a", "b"], [QUICK, {"max_tokens": 3}])
+    for params in ({"max_tokens": 3}, 5, "x"):  # iterating over these would blame the wrong thing
+        with pytest.raises(RequestError, match=f"not {type(params).__name__}"):
+            make_llm().generate("a", params)
+    with pytest.raises(RequestError, match=r"messages must be a list .* not str"):
+        make_llm().chat("Hello")  # a person's first try
 
 
 @pytest.mark.parametrize(

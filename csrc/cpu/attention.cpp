@@ -109,7 +109,8 @@ void attend(const T* q, T* out, i64 h0, i64 h1, const float* keys, i64 n, i64 di
   }
   for (i64 i = 0; i < m; i++) factor[i] = softmax_row(s + i * lds, n, sink[h0 + i]);
   std::memset(s + m * lds, 0, size_t((mp - m) * lds) * sizeof(float));
-  weigh(s, lds, m, n, keys, dim, dim, [&](i64 i, i64 col, vf v) { store(out + (h0 + i) * dim + col, v * splat(factor[i])); });
+  weigh(s, lds, m, n, keys, dim, dim,
+        [&](i64 i, i64 col, vf v) { store(out + (h0 + i) * dim + col, v * splat(factor[i])); });
 }
 
 // Rows times groups of heads as tasks; `list(row, keys)` expands the row's keys and returns their number.
@@ -120,7 +121,7 @@ Tensor attend_rows(Tensor& q, Tensor& sink, double scale, i64 max_keys, List&& l
   const float* sinks = sink.contiguous().data<float>();
   q.contiguous();
   Tensor out = Tensor::like(q);
-  double row_ns = 0.05 * double(heads) * double(dim) * double(max_keys);
+  double row_ns = 200 + 0.025 * double(heads * dim * max_keys);
   i64 group = heads;  // of heads: one row of a large model still feeds all threads
   if (row_ns > kMinParallelNs && m < 4 * num_threads()) group = std::min<i64>(heads, 16);
   group = std::min(group, kTileM);
@@ -133,8 +134,12 @@ Tensor attend_rows(Tensor& q, Tensor& sink, double scale, i64 max_keys, List&& l
       i64 row = t / groups, h0 = t % groups * group, h1 = std::min(heads, h0 + group);
       if (row != have) n = list(row, keys), have = row;
       if (n < 0) return bad.store(true);
-      if (q.is(Type::bf16)) attend(q.data<bf16>() + row * heads * dim, out.data<bf16>() + row * heads * dim, h0, h1, keys, n, dim, sinks, float(scale));
-      else attend(q.data<float>() + row * heads * dim, out.data<float>() + row * heads * dim, h0, h1, keys, n, dim, sinks, float(scale));
+      if (q.is(Type::bf16))
+        attend(q.data<bf16>() + row * heads * dim, out.data<bf16>() + row * heads * dim, h0, h1, keys, n, dim, sinks,
+               float(scale));
+      else
+        attend(q.data<float>() + row * heads * dim, out.data<float>() + row * heads * dim, h0, h1, keys, n, dim, sinks,
+               float(scale));
     }
   });
   check(!bad, "attention: a slot, row or page index is out of range");
@@ -142,26 +147,34 @@ Tensor attend_rows(Tensor& q, Tensor& sink, double scale, i64 max_keys, List&& l
 }
 
 void check_query(const Tensor& q) {
-  check(is_float(q) && q.dim() == 3 && q.size(2) % kBlock == 0, "attention: q must be bf16 or float32 [M, heads, D], D % 32 == 0");
+  check(is_float(q) && q.dim() == 3 && q.size(2) % kBlock == 0,
+        "attention: q must be bf16 or float32 [M, heads, D], D % 32 == 0");
 }
 
-Tensor attention(Tensor& q, Tensor& fresh, Tensor& ring, Tensor& slots, Tensor& positions, Tensor& rows, Tensor& first, Tensor& floor,
-                 Tensor& sink, Maybe& pool, Maybe& selected, Tensor& page_table, double scale, i64 window, i64 ratio, i64 page_size) {
+Tensor attention(Tensor& q, Tensor& fresh, Tensor& ring, Tensor& slots, Tensor& positions, Tensor& rows, Tensor& first,
+                 Tensor& floor, Tensor& sink, Maybe& pool, Maybe& selected, Tensor& page_table, double scale,
+                 i64 window, i64 ratio, i64 page_size) {
   check_query(q);
   i64 m = q.size(0), dim = q.size(2);
   check(fresh.dim() == 2 && ring.dim() == 3, "attention: new must be [N, W] and ring [S, R, W]");
-  Records recent = Records::of(fresh, window_bytes(dim), dim, "attention: new is not made of window records of this head size");
-  Records old = Records::of(ring, window_bytes(dim), dim, "attention: ring is not made of window records of this head size");
+  Records recent =
+      Records::of(fresh, window_bytes(dim), dim, "attention: new is not made of window records of this head size");
+  Records old =
+      Records::of(ring, window_bytes(dim), dim, "attention: ring is not made of window records of this head size");
   const char* message = "attention: slots, positions, rows, first and floor must be int32 [M]";
-  const int32_t *slot = indices(slots, m, message), *pos = indices(positions, m, message), *own = indices(rows, m, message);
+  const int32_t *slot = indices(slots, m, message), *pos = indices(positions, m, message),
+                *own = indices(rows, m, message);
   const int32_t *start = indices(first, m, message), *low = indices(floor, m, message);
   i64 num_new = fresh.size(0), num_slots = ring.size(0), size = ring.size(1), k = 0, entries = 1;
   Records latents;
   const int32_t *sel = nullptr, *table = nullptr;
   if (pool.defined() && selected.defined()) {
-    check(pool.dim() == 3 && ratio > 0 && page_size >= ratio, "attention: pool must be [P, page_size/ratio, L] with ratio > 0");
-    latents = Records::of(pool, latent_bytes(dim), dim, "attention: pool is not made of latent records of this head size");
-    check(selected.dim() == 2 && page_table.is(Type::i32) && page_table.dim() == 2, "attention: selected [M, k] and page_table [S, pages] must be int32");
+    check(pool.dim() == 3 && ratio > 0 && page_size >= ratio,
+          "attention: pool must be [P, page_size/ratio, L] with ratio > 0");
+    latents =
+        Records::of(pool, latent_bytes(dim), dim, "attention: pool is not made of latent records of this head size");
+    check(selected.dim() == 2 && page_table.is(Type::i32) && page_table.dim() == 2,
+          "attention: selected [M, k] and page_table [S, pages] must be int32");
     k = selected.size(1), entries = page_size / ratio;
     sel = indices(selected, m * k, "attention: selected must be int32 [M, k]");
     table = page_table.contiguous().data<int32_t>();
@@ -188,17 +201,21 @@ Tensor attention(Tensor& q, Tensor& fresh, Tensor& ring, Tensor& slots, Tensor& 
   return attend_rows(q, sink, scale, window + k, list);
 }
 
-Tensor block_attention(Tensor& q, Tensor& block, Tensor& ring, Tensor& slots, Tensor& start, Tensor& floor, Tensor& sink, double scale,
-                       i64 window) {
+Tensor block_attention(Tensor& q, Tensor& block, Tensor& ring, Tensor& slots, Tensor& start, Tensor& floor,
+                       Tensor& sink, double scale, i64 window) {
   check_query(q);
   i64 b = slots.numel(), dim = q.size(2), size = ring.size(1), num_slots = ring.size(0);
   if (b == 0 || q.size(0) == 0) return Tensor::like(q);
-  check(q.size(0) % b == 0 && block.dim() == 2 && block.size(0) == q.size(0) && ring.dim() == 3, "block_attention: q and block must have B*g rows");
+  check(q.size(0) % b == 0 && block.dim() == 2 && block.size(0) == q.size(0) && ring.dim() == 3,
+        "block_attention: q and block must have B*g rows");
   i64 g = q.size(0) / b;
-  Records now = Records::of(block, window_bytes(dim), dim, "block_attention: block is not made of window records of this head size");
-  Records old = Records::of(ring, window_bytes(dim), dim, "block_attention: ring is not made of window records of this head size");
+  Records now = Records::of(block, window_bytes(dim), dim,
+                            "block_attention: block is not made of window records of this head size");
+  Records old = Records::of(ring, window_bytes(dim), dim,
+                            "block_attention: ring is not made of window records of this head size");
   const char* message = "block_attention: slots, start and floor must be int32 [B]";
-  const int32_t *slot = indices(slots, b, message), *first = indices(start, b, message), *low = indices(floor, b, message);
+  const int32_t *slot = indices(slots, b, message), *first = indices(start, b, message),
+                *low = indices(floor, b, message);
   auto list = [&](i64 r, float* keys) -> i64 {
     i64 i = r / g, n = 0;
     if (slot[i] < 0 || slot[i] >= num_slots) return -1;
@@ -213,14 +230,14 @@ Tensor block_attention(Tensor& q, Tensor& block, Tensor& ring, Tensor& slots, Te
 // Rotates halves of a head by its patch's angles and rounds to the type of qkv: d floats, zeros up to the next 32.
 template <class T>
 void rotate_head(const T* in, const float* cos, const float* sin, i64 d, float* out) {
-  for (i64 j = 0; j < d / 2; j += 16) {
-    i64 h = d / 2;
-    vf a = load_from(in, j, h), b = load_from(in + h, j, h), c = load_from(cos, j, h), s = load_from(sin, j, h);
+  i64 h = d / 2;
+  columns(h, [&](i64 j, auto n) {
+    vf a = load_n(in + j, n), b = load_n(in + h + j, n), c = load_n(cos + j, n), s = load_n(sin + j, n);
     vf lo = a * c - b * s, hi = b * c + a * s;
     if constexpr (std::is_same_v<T, bf16>) lo = round_bf16(lo), hi = round_bf16(hi);
-    store_to(out, j, h, lo);
-    store_to(out + h, j, h, hi);
-  }
+    store_n(out + j, lo, n);
+    store_n(out + h + j, hi, n);
+  });
   std::memset(out + d, 0, size_t(round_up(d, kBlock) - d) * sizeof(float));
 }
 
@@ -239,13 +256,14 @@ void image_attention(const T* qkv, const float* cos, const float* sin, i64 n, i6
   });
   i64 blocks = (n + kRows - 1) / kRows;
   vf scale = splat(float(1.0 / __builtin_sqrt(double(d))));
-  parallel(heads * blocks, 0.05 * double(kRows * n * dp), [&](i64 begin, i64 end) {
+  parallel(heads * blocks, 0.03 * double(kRows * n * dp), [&](i64 begin, i64 end) {
     float *q = scratch<float>(kQuery, kRows * dp), *s = scratch<float>(kScore, kRows * lds);
     alignas(64) float c[kRows * kTileN], factor[kRows];
     for (i64 t = begin; t < end; t++) {
       i64 h = t / blocks, r0 = t % blocks * kRows, m = std::min(kRows, n - r0);
       for (i64 i = 0; i < m; i++)
-        rotate_head(qkv + (r0 + i) * 3 * width + h * d, cos + (r0 + i) * (d / 2), sin + (r0 + i) * (d / 2), d, q + i * dp);
+        rotate_head(qkv + (r0 + i) * 3 * width + h * d, cos + (r0 + i) * (d / 2), sin + (r0 + i) * (d / 2), d,
+                    q + i * dp);
       std::memset(q + m * dp, 0, size_t((kRows - m) * dp) * sizeof(float));
       for (i64 j = 0; j < n; j += kTileN) {
         gemm_tile(q, dp, m, F32Rows{keys + h * n * dp, dp}, n, j, dp / kBlock, c);
@@ -254,16 +272,18 @@ void image_attention(const T* qkv, const float* cos, const float* sin, i64 n, i6
       for (i64 i = 0; i < m; i++) factor[i] = softmax_row(s + i * lds, n, -__builtin_inff());
       std::memset(s + m * lds, 0, size_t((kRows - m) * lds) * sizeof(float));
       weigh(s, lds, m, n, values + h * n * dp, dp, round_up(d, 16), [&](i64 i, i64 col, vf v) {
-        store_to(out + (r0 + i) * width + h * d, col, d, v * splat(factor[i]));
+        store_n(out + (r0 + i) * width + h * d + col, v * splat(factor[i]), d - col);
       });
     }
   });
 }
 
 Tensor vision_attention(Tensor& qkv, Tensor& cos, Tensor& sin, i64 heads) {
-  check(is_float(qkv) && qkv.dim() == 2 && heads > 0 && qkv.size(1) % (6 * heads) == 0, "vision_attention: qkv must be bf16 or float32 [n, 3*heads*d], d even");
+  check(is_float(qkv) && qkv.dim() == 2 && heads > 0 && qkv.size(1) % (6 * heads) == 0,
+        "vision_attention: qkv must be bf16 or float32 [n, 3*heads*d], d even");
   i64 n = qkv.size(0), d = qkv.size(1) / (3 * heads);
-  check(cos.is(Type::f32) && sin.is(Type::f32) && cos.numel() == n * d / 2 && sin.numel() == n * d / 2, "vision_attention: cos and sin must be float32 [n, d/2]");
+  check(cos.is(Type::f32) && sin.is(Type::f32) && cos.numel() == n * d / 2 && sin.numel() == n * d / 2,
+        "vision_attention: cos and sin must be float32 [n, d/2]");
   qkv.contiguous();
   const float *c = cos.contiguous().data<float>(), *s = sin.contiguous().data<float>();
   Tensor out = Tensor::empty({n, heads * d}, qkv.type());

@@ -1,7 +1,7 @@
 // What every op of the CPU library needs besides arithmetic: tensor views, boxing, scratch memory, threads.
 //
 // Belongs here: the border to torch (stable C ABI only) and memory. Does not belong here: vectors and formats (simd.h).
-// Everything lives in a namespace per instruction set (DI_ISA, see build.py), because each family is compiled once per set.
+// Everything lives in a namespace per instruction set (DI_ISA): build.py compiles each family once for each of them.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -12,9 +12,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <new>
+#include <optional>
 #include <stdexcept>
-#include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #define DI_INLINE inline __attribute__((always_inline))
@@ -33,21 +36,25 @@ inline void torch_ok(int32_t code) {
   if (__builtin_expect(code != 0, 0)) throw std::runtime_error("a torch C API call failed in a native op");
 }
 
-// ---- tensors -------------------------------------------------------------------------------------------------------
+// ---- tensors ----
 
 enum class Type { f32, bf16, e4m3, u8, i32, i64, boolean, other };
 
-inline int32_t torch_type(Type t) {
-  switch (t) {
-    case Type::f32: return aoti_torch_dtype_float32();
-    case Type::bf16: return aoti_torch_dtype_bfloat16();
-    case Type::e4m3: return aoti_torch_dtype_float8_e4m3fn();
-    case Type::u8: return aoti_torch_dtype_uint8();
-    case Type::i32: return aoti_torch_dtype_int32();
-    case Type::i64: return aoti_torch_dtype_int64();
-    case Type::boolean: return aoti_torch_dtype_bool();
-    default: throw std::runtime_error("no such dtype");
+struct TypeCodes {  // torch's numbers for them
+  int32_t code[7];
+  Type type[64];
+  TypeCodes()
+      : code{aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float8_e4m3fn(),
+             aoti_torch_dtype_uint8(),   aoti_torch_dtype_int32(),    aoti_torch_dtype_int64(),
+             aoti_torch_dtype_bool()} {
+    std::fill(type, type + 64, Type::other);
+    for (int i = 0; i < 7; i++) type[code[i] & 63] = Type(i);
   }
+};
+// Asked at the first call, not when the library loads: code that a static initialiser runs must suit every CPU.
+inline const TypeCodes& types() {
+  static const TypeCodes codes;
+  return codes;
 }
 
 // An owned handle with its metadata read once (torch::stable::Tensor asks through the C ABI every time).
@@ -64,8 +71,7 @@ class Tensor {
     torch_ok(aoti_torch_get_strides(handle, &strides_));
     torch_ok(aoti_torch_get_data_ptr(handle, &data_));
     dim_ = static_cast<int>(dims);
-    for (Type t : {Type::bf16, Type::f32, Type::u8, Type::i32, Type::e4m3, Type::i64, Type::boolean})
-      if (code == torch_type(t)) type_ = t;
+    if (code >= 0 && code < 64) type_ = types().type[code];
   }
   Tensor(Tensor&& o) noexcept { swap(o); }
   Tensor& operator=(Tensor&& o) noexcept {
@@ -76,13 +82,16 @@ class Tensor {
     if (handle_) aoti_torch_delete_tensor_object(handle_);
   }
 
-  static Tensor empty(std::initializer_list<i64> sizes, Type type) { return empty(sizes.begin(), int(sizes.size()), type); }
+  static Tensor empty(std::initializer_list<i64> sizes, Type type) {
+    return empty(sizes.begin(), int(sizes.size()), type);
+  }
   static Tensor empty(const i64* sizes, int dim, Type type) {
     i64 strides[8] = {};
     i64 n = 1;
     for (int i = dim - 1; i >= 0; i--) strides[i] = n, n *= std::max<i64>(sizes[i], 1);
     AtenTensorHandle h = nullptr;
-    torch_ok(aoti_torch_empty_strided(dim, sizes, strides, torch_type(type), aoti_torch_device_type_cpu(), 0, &h));
+    torch_ok(
+        aoti_torch_empty_strided(dim, sizes, strides, types().code[int(type)], aoti_torch_device_type_cpu(), 0, &h));
     return Tensor(h);
   }
   static Tensor like(const Tensor& t) { return empty(t.sizes_, t.dim_, t.type_); }
@@ -159,7 +168,7 @@ inline const int32_t* indices(Tensor& t, i64 n, const char* message) {
 
 inline bool is_float(const Tensor& t) { return t.is(Type::f32) || t.is(Type::bf16); }
 
-// ---- boxing --------------------------------------------------------------------------------------------------------
+// ---- boxing ----
 
 template <class T>
 struct Arg {  // int, float, bool
@@ -200,10 +209,12 @@ struct Box<fn> {
       stack[0] = torch::stable::detail::from(fn(std::get<I>(args)...).release());
     } else {
       auto out = fn(std::get<I>(args)...);
-      std::apply([&](auto&... t) {
-        int i = 0;
-        ((stack[i++] = torch::stable::detail::from(t.release())), ...);
-      }, out);
+      std::apply(
+          [&](auto&... t) {
+            int i = 0;
+            ((stack[i++] = torch::stable::detail::from(t.release())), ...);
+          },
+          out);
     }
   }
   static void boxed(StableIValue* stack, uint64_t, uint64_t) { run(stack, std::index_sequence_for<A...>{}); }
@@ -217,12 +228,10 @@ struct Entry {
 
 extern const Entry linear_ops[], moe_ops[], attention_ops[], indexer_ops[], rowwise_ops[], cache_ops[];
 
-#define DI_OP(name) \
-  { #name, Box<&name>::boxed, Box<&name>::signature }
-#define DI_OPS_END \
-  { nullptr, nullptr, nullptr }
+#define DI_OP(name) {#name, Box<&name>::boxed, Box<&name>::signature}
+#define DI_OPS_END {nullptr, nullptr, nullptr}
 
-// ---- scratch memory ------------------------------------------------------------------------------------------------
+// ---- scratch memory ----
 
 // Grow-only buffers per thread; one purpose per slot, so that two users of an op never share one.
 enum Slot { kX, kTile, kPart, kOut, kActs, kDown, kPairs, kKeys, kQuery, kScore, kValues, kIds, kNumSlots };
@@ -247,10 +256,11 @@ T* scratch(Slot slot, i64 count) {
   return static_cast<T*>(b.p);
 }
 
-// ---- threads -------------------------------------------------------------------------------------------------------
+// ---- threads ----
 
-constexpr double kMinParallelNs = 50e3;  // waking the pool costs a few microseconds
-constexpr double kMinChunkNs = 10e3;
+// Waking the pool costs microseconds on an idle machine, but milliseconds when other processes hold its cores.
+constexpr double kMinParallelNs = 100e3;
+constexpr double kMinChunkNs = 20e3;
 
 inline i64 num_threads() {
   uint32_t n = 1;
@@ -274,7 +284,8 @@ void parallel(i64 n, double ns_per_item, F&& f) {
   s.n = n, s.chunk = chunk, s.f = &f;
   auto work = [](i64, i64, void* p) {
     auto& s = *static_cast<Shared*>(p);
-    for (i64 i; (i = s.next.fetch_add(s.chunk, std::memory_order_relaxed)) < s.n;) (*s.f)(i, std::min(i + s.chunk, s.n));
+    for (i64 i; (i = s.next.fetch_add(s.chunk, std::memory_order_relaxed)) < s.n;)
+      (*s.f)(i, std::min(i + s.chunk, s.n));
   };
   torch_ok(torch_parallel_for(0, threads, 1, work, &s));
 }

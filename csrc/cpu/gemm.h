@@ -2,10 +2,10 @@
 //
 // Belongs here: row readers of the weight formats, the micro-kernel, tiling. Does not belong here: ops.
 //
-// Lane l of an accumulator sums columns l, l+16, l+32, ... in ascending order with fused multiply-adds; then the lanes are
-// summed by the fixed tree of simd.h. Tile sizes, row counts, cache blocks and threads decide only which sums run side by
-// side, never their order: a row's bits depend on nothing but the row. K is padded with zeros to blocks of 32.
-// With up to kDirectRows rows the codes are expanded in registers; with more, a tile of 16 weight rows is expanded once.
+// Lane l of an accumulator sums columns l, l+16, l+32, ... in ascending order with fused multiply-adds; then the lanes
+// are summed by the fixed tree of simd.h. Tile sizes, row counts, cache blocks and threads decide only which sums run
+// side by side, never their order: a row's bits depend on nothing but the row. K is padded with zeros to blocks of 32.
+// With up to kDirectRows rows codes are expanded in registers; with more, a tile of 16 weight rows is expanded once.
 #pragma once
 
 #include "simd.h"
@@ -26,7 +26,7 @@ constexpr int kRM = 2, kRN = 2, kRN1 = 4;  // 16 registers of 8 lanes (or 32 of 
 
 inline i64 round_up(i64 n, i64 m) { return (n + m - 1) / m * m; }
 
-// ---- weight rows: `row(n)` gives a reader, `load(b, lo, hi)` the columns of block b --------------------------------
+// ---- weight rows: `row(n)` gives a reader, `load(b, lo, hi)` the columns of block b ----
 
 struct F32Rows {
   static constexpr bool kExpanded = true;
@@ -81,7 +81,8 @@ struct Fp8Rows {  // e4m3, one E8M0 scale per 32x32
   Row row(i64 n) const { return {w + (first + n) * ld, s + (first + n) / 32 * lds}; }
 };
 
-struct Fp4Rows {  // packed e2m1, one E8M0 scale per row and 32 columns; x must hold even columns, then odd ones (`split`)
+// Packed e2m1, one E8M0 scale per row and 32 columns. A block of x holds its even columns, then the odd ones: `split`.
+struct Fp4Rows {
   static constexpr bool kExpanded = false;
   const u8 *w, *s;
   i64 ld, lds;
@@ -97,7 +98,7 @@ DI_INLINE void split(const float* in, float* out) {
   for (int i = 0; i < 16; i++) out[i] = in[2 * i], out[16 + i] = in[2 * i + 1];
 }
 
-// ---- micro-kernel --------------------------------------------------------------------------------------------------
+// ---- micro-kernel ----
 
 // c[i*16 + j] = dot(x row i, weight row j) over blocks [b0, b1); unless `first` and `last`, sums travel through `part`.
 template <int RM, int RN, class Row>
@@ -137,27 +138,29 @@ DI_INLINE void micro(const float* x, i64 ldx, const Row* r, i64 b0, i64 b1, bool
 }
 
 template <int RM, int RN, class Row>
-inline void direct(const float* x, i64 ldx, i64 m, const Row* r, i64 blocks, float* c) {
+inline void direct(const float* x, i64 ldx, i64 m, const Row* r, i64 n, i64 blocks, float* c) {
   for (i64 i = 0; i < m; i += RM)
-    for (int j = 0; j < kTileN; j += RN) micro<RM, RN>(x + i * ldx, ldx, r + j, 0, blocks, true, true, nullptr, c + i * kTileN + j);
+    for (int j = 0; j < n; j += RN)
+      micro<RM, RN>(x + i * ldx, ldx, r + j, 0, blocks, true, true, nullptr, c + i * kTileN + j);
 }
 
-// Columns n0..n0+15 of the product for m <= kTileM rows: c [m rounded up to kRM][16]. Rows of x up to that bound must be
-// readable. Columns at or beyond `n` repeat the last one.
+// Columns n0..n0+15 of the product for m <= kTileM rows: c [m rounded up to kRM][16]. Rows of x up to that bound must
+// be readable. Columns at or beyond `n` hold anything.
 template <class W>
 inline void gemm_tile(const float* x, i64 ldx, i64 m, const W& w, i64 n, i64 n0, i64 blocks, float* c) {
   typename W::Row rows[kTileN];
+  i64 width = std::min(kTileN, n - n0);
   for (i64 j = 0; j < kTileN; j++) rows[j] = w.row(std::min(n0 + j, n - 1));
-  if (m == 1) return direct<1, kRN1>(x, ldx, m, rows, blocks, c);
+  if (m == 1) return direct<1, kRN1>(x, ldx, m, rows, width, blocks, c);
   if (W::kExpanded || m <= kDirectRows) {
-    if (blocks <= kTileBlocks || m <= kRM) return direct<kRM, kRN>(x, ldx, m, rows, blocks, c);
+    if (blocks <= kTileBlocks || m <= kRM) return direct<kRM, kRN>(x, ldx, m, rows, width, blocks, c);
   }
   float* tile = scratch<float>(kTile, kTileN * kTileBlocks * kBlock);
   vf* part = scratch<vf>(kPart, (kTileM + kRM) * kTileN);
   for (i64 b0 = 0; b0 < blocks; b0 += kTileBlocks) {
     i64 b1 = std::min(b0 + kTileBlocks, blocks);
     F32Rows::Row r[kTileN];
-    for (i64 j = 0; j < kTileN; j++) {
+    for (i64 j = 0; j < round_up(width, kRN); j++) {
       if constexpr (W::kExpanded) {
         r[j] = rows[j];
       } else {
@@ -172,12 +175,13 @@ inline void gemm_tile(const float* x, i64 ldx, i64 m, const W& w, i64 n, i64 n0,
       }
     }
     for (i64 i = 0; i < m; i += kRM)
-      for (int j = 0; j < kTileN; j += kRN)
-        micro<kRM, kRN>(x + i * ldx, ldx, r + j, b0, b1, b0 == 0, b1 == blocks, part + i * kTileN + j * kRM, c + i * kTileN + j);
+      for (int j = 0; j < width; j += kRN)
+        micro<kRM, kRN>(x + i * ldx, ldx, r + j, b0, b1, b0 == 0, b1 == blocks, part + i * kTileN + j * kRM,
+                        c + i * kTileN + j);
   }
 }
 
-inline double gemm_ns(i64 m, i64 n, i64 k) { return double(n) * double(k) * (0.05 + 0.02 * double(m)); }
+inline double gemm_ns(i64 m, i64 n, i64 k) { return double(n) * double(k) * (0.04 + 0.0125 * double(m)); }
 
 // out(i, n0, v): row i of the product, columns n0..n0+15 (those below n count). x [m rounded up to kRM, ldx].
 template <class W, class Out>
@@ -193,7 +197,7 @@ inline void gemm(const float* x, i64 ldx, i64 m, const W& w, i64 n, i64 blocks, 
   });
 }
 
-// ---- activations as floats -----------------------------------------------------------------------------------------
+// ---- activations as floats ----
 
 struct Rows {
   float* p;
@@ -212,9 +216,7 @@ inline Rows float_rows(Slot slot, i64 m, i64 k) {
 
 template <class T>
 DI_INLINE void widen(const T* in, i64 k, float* out) {
-  i64 i = 0;
-  for (; i + 16 <= k; i += 16) store(out + i, load(in + i));
-  if (i < k) store_part(out + i, load_part(in + i, int(k - i)), int(k - i));
+  columns(k, [&](i64 j, auto n) { store_n(out + j, load_n(in + j, n), n); });
 }
 
 // bf16 or float32 rows -> floats.

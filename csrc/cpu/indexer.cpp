@@ -1,17 +1,15 @@
 // Index scores and top-k selection in one or two levels (deepinfer/ops/indexer.py holds schemas and references).
 //
-// Scores are exact: an e2m1 code is a small integer over two, so 32 products are summed in integers, then blocks and heads
-// in double, as the reference does. The lanes of a vector are 16 keys; a tile of keys is expanded once for a group of
-// neighbouring rows of one request.
-#include <vector>
-
+// Scores are exact: an e2m1 code is a small integer over two, so 32 products are summed in integers, then blocks and
+// heads in double, as the reference does. The lanes of a vector are 16 keys; a tile of keys is expanded once for a
+// group of neighbouring rows of one request.
 #include "gemm.h"
 
 namespace DI_ISA {
 namespace {
 
 constexpr i64 kKeyTile = 16, kGroupRows = 8;
-constexpr int kHeads = 4;  // side by side, to hide latency
+constexpr int kHeads = 4;                     // side by side, to hide latency
 constexpr int kD = V / 2, kDParts = 16 / kD;  // doubles of a register
 typedef u8 b16 __attribute__((vector_size(16)));
 typedef double nd __attribute__((vector_size(8 * kD)));
@@ -26,7 +24,7 @@ struct Scorer {
   const void* q;  // [m, heads, record]
   i64 m, heads, dim;
   bool packed;
-  const float* weights;                   // [m, heads]
+  const float* weights;                    // [m, heads]
   const int32_t *slots, *visible, *table;  // table [S, table_width]
   const u8* pool;
   i64 page_bytes, entries, num_pages, table_width;
@@ -48,7 +46,9 @@ struct Keys {
   double* scales;  // [dim/32, 16]
 };
 
-DI_INLINE int32_t pair(u8 codes) { return int32_t(uint32_t(uint16_t(kTwice[codes & 15])) | uint32_t(kTwice[codes >> 4]) << 16); }
+DI_INLINE int32_t pair(u8 codes) {
+  return int32_t(uint32_t(uint16_t(kTwice[codes & 15])) | uint32_t(kTwice[codes >> 4]) << 16);
+}
 
 void expand_query(const Scorer& x, i64 row, Query out) {
   i64 half = x.dim / 2, blocks = x.dim / 32;
@@ -64,7 +64,8 @@ DI_INLINE void transpose(b16 (&k)[16]) {  // byte b of k[i] becomes byte i of k[
   for (int round = 0; round < 4; round++) {
     for (int i = 0; i < 8; i++) {
       t[2 * i] = __builtin_shufflevector(k[i], k[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-      t[2 * i + 1] = __builtin_shufflevector(k[i], k[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      t[2 * i + 1] =
+          __builtin_shufflevector(k[i], k[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
     for (int i = 0; i < 16; i++) k[i] = t[i];
   }
@@ -96,7 +97,8 @@ DI_INLINE vi add_pairs(vi acc, vi a, int32_t b) {
 
 DI_INLINE nd to_double(vi a, int part) {
 #if defined(__AVX512F__)
-  return (nd)_mm512_cvtepi32_pd(part ? _mm512_extracti64x4_epi64((__m512i)a.p[0], 1) : _mm512_castsi512_si256((__m512i)a.p[0]));
+  return (nd)_mm512_cvtepi32_pd(part ? _mm512_extracti64x4_epi64((__m512i)a.p[0], 1)
+                                     : _mm512_castsi512_si256((__m512i)a.p[0]));
 #elif defined(__AVX2__)
   __m256i r = (__m256i)a.p[part / 2];
   return (nd)_mm256_cvtepi32_pd(part % 2 ? _mm256_extracti128_si256(r, 1) : _mm256_castsi256_si128(r));
@@ -107,7 +109,8 @@ DI_INLINE nd to_double(vi a, int part) {
 #endif
 }
 
-// Keys first..first+n-1, or those of `ids`; lanes at or beyond n repeat the last one. False when a page is out of range.
+// Keys first..first+n-1, or those of `ids`; lanes at or beyond n repeat the last one. False when a page is out of
+// range.
 bool expand_keys(const Scorer& x, i64 slot, const int32_t* ids, i64 first, i64 n, Keys out) {
   const u8 *codes[kKeyTile], *scales[kKeyTile];
   i64 half = x.dim / 2, blocks = x.dim / 32;
@@ -125,7 +128,8 @@ bool expand_keys(const Scorer& x, i64 slot, const int32_t* ids, i64 first, i64 n
       out.scales[b * 16 + i] = 0.5 * double(e8m0(scales[i][b]));
     }
     transpose(k);
-    for (i64 j = 0; j < 16; j++) out.pairs[b * 16 + j] = (twice(k[j] & 15) & isplat(0xffff)) | shl(twice(k[j] >> 4), 16);
+    for (i64 j = 0; j < 16; j++)
+      out.pairs[b * 16 + j] = (twice(k[j] & 15) & isplat(0xffff)) | shl(twice(k[j] >> 4), 16);
   }
   return true;
 }
@@ -151,7 +155,8 @@ void score_tile(const Scorer& x, const float* weights, Query q, Keys keys, float
         }
     }
     for (int h = 0; h < kHeads && h0 + h < x.heads; h++)
-      for (int i = 0; i < kDParts; i++) score.p[i] += (dot[h].p[i] > nd{} ? dot[h].p[i] : nd{}) * double(weights[h0 + h]);
+      for (int i = 0; i < kDParts; i++)
+        score.p[i] += (dot[h].p[i] > nd{} ? dot[h].p[i] : nd{}) * double(weights[h0 + h]);
   }
   double all[16];
   __builtin_memcpy(all, &score, sizeof(all));
@@ -233,22 +238,23 @@ void top(const float* scores, i64 n, const int32_t* ids, i64 k, int32_t* out) {
   while (count < k) out[count++] = -1;
 }
 
-// use(row, scores, n) for every row; scores are null (and were not computed) where no row of a group sees more than `free`.
+// use(row, scores, n) for every row; scores are null (and were not computed) where no row of a group sees more than
+// `free`.
 template <class Use>
 void for_rows(const Scorer& x, i64 free, Use&& use) {
-  std::vector<i64> starts;
+  i64 *starts = scratch<i64>(kActs, x.m + 1), groups = 0;
   double work = 0;
   for (i64 r = 0; r < x.m; r++) {
-    if (starts.empty() || r - starts.back() >= kGroupRows || x.slots[r] != x.slots[starts.back()]) starts.push_back(r);
+    i64 last = groups ? starts[groups - 1] : 0;
+    if (r == 0 || r - last >= kGroupRows || x.slots[r] != x.slots[last]) starts[groups++] = r;
     if (x.visible[r] > free) work += double(x.visible[r]);
   }
-  i64 groups = i64(starts.size());
-  starts.push_back(x.m);
+  starts[groups] = x.m;
   std::atomic<bool> bad{false};
-  double ns = 100 + work * double(x.heads * x.dim) * (x.packed ? 0.02 : 1.0) / double(std::max<i64>(groups, 1));
+  double ns = 100 + work * double(x.heads * x.dim) * (x.packed ? 0.01 : 1.0) / double(std::max<i64>(groups, 1));
   parallel(groups, ns, [&](i64 begin, i64 end) {
     for (i64 g = begin; g < end; g++) {
-      i64 r0 = starts[size_t(g)], r1 = starts[size_t(g) + 1], n = 0;
+      i64 r0 = starts[g], r1 = starts[g + 1], n = 0;
       for (i64 r = r0; r < r1; r++) n = std::max<i64>(n, x.visible[r]);
       i64 ld = round_up(n, kKeyTile);
       float* scores = n > free ? scratch<float>(kScore, (r1 - r0) * ld) : nullptr;
@@ -259,41 +265,51 @@ void for_rows(const Scorer& x, i64 free, Use&& use) {
   check(!bad, "index_topk: a page index is out of range");
 }
 
-Scorer scorer(Tensor& q, Tensor& weights, Tensor& pool, Tensor& table, Tensor& slots, Tensor& visible, i64 ratio, i64 page_size, i64 k) {
+Scorer scorer(Tensor& q, Tensor& weights, Tensor& pool, Tensor& table, Tensor& slots, Tensor& visible, i64 ratio,
+              i64 page_size, i64 k) {
   Scorer x{};
-  check(q.dim() == 3 && (q.is(Type::u8) || q.is(Type::f32)), "index_topk: q must be uint8 records or float32 [M, heads, D]");
+  check(q.dim() == 3 && (q.is(Type::u8) || q.is(Type::f32)),
+        "index_topk: q must be uint8 records or float32 [M, heads, D]");
   x.packed = q.is(Type::u8);
   x.m = q.size(0), x.heads = q.size(1), x.dim = x.packed ? q.size(2) * 32 / 17 : q.size(2);
-  check(ratio > 0 && page_size >= ratio && k >= 0 && x.heads > 0, "index_topk: ratio and heads must be positive, page_size at least ratio");
+  check(ratio > 0 && page_size >= ratio && k >= 0 && x.heads > 0,
+        "index_topk: ratio and heads must be positive, page_size at least ratio");
   x.entries = page_size / ratio;
-  check(pool.is(q.type()) && pool.dim() == (x.packed ? 2 : 3), "index_topk: pool must be uint8 [P, bytes], or float32 [P, entries, D] for a float32 q");
+  check(pool.is(q.type()) && pool.dim() == (x.packed ? 2 : 3),
+        "index_topk: pool must be uint8 [P, bytes], or float32 [P, entries, D] for a float32 q");
   if (x.packed) {
-    check(x.dim % 32 == 0 && pool.size(1) == x.entries * q.size(2), "index_topk: a page must hold page_size/ratio records of the query's size");
+    check(x.dim % 32 == 0 && pool.size(1) == x.entries * q.size(2),
+          "index_topk: a page must hold page_size/ratio records of the query's size");
     if (pool.stride(1) != 1) pool.contiguous();
   } else {
-    check(pool.size(1) == x.entries && pool.size(2) == x.dim, "index_topk: a page must hold page_size/ratio keys of the query's size");
+    check(pool.size(1) == x.entries && pool.size(2) == x.dim,
+          "index_topk: a page must hold page_size/ratio keys of the query's size");
     pool.contiguous();
   }
   check(weights.is(Type::f32) && weights.numel() == x.m * x.heads, "index_topk: weights must be float32 [M, heads]");
   check(table.is(Type::i32) && table.dim() == 2, "index_topk: page_table must be int32 [S, pages]");
-  x.q = q.contiguous().data<u8>(), x.weights = weights.contiguous().data<float>(), x.table = table.contiguous().data<int32_t>();
+  x.q = q.contiguous().data<u8>(), x.weights = weights.contiguous().data<float>(),
+  x.table = table.contiguous().data<int32_t>();
   x.slots = indices(slots, x.m, "index_topk: slots must be int32 [M]");
   x.visible = indices(visible, x.m, "index_topk: visible must be int32 [M]");
-  x.pool = pool.data<u8>(), x.page_bytes = pool.stride(0) * (x.packed ? 1 : 4), x.num_pages = pool.size(0), x.table_width = table.size(1);
-  for (i64 r = 0; r < x.m; r++) check(0 <= x.slots[r] && x.slots[r] < table.size(0), "index_topk: a slot is out of range");
+  x.pool = pool.data<u8>(), x.page_bytes = pool.stride(0) * (x.packed ? 1 : 4), x.num_pages = pool.size(0),
+  x.table_width = table.size(1);
+  for (i64 r = 0; r < x.m; r++)
+    check(0 <= x.slots[r] && x.slots[r] < table.size(0), "index_topk: a slot is out of range");
   return x;
 }
 
-Tensor index_topk(Tensor& q, Tensor& weights, Tensor& pool, Tensor& page_table, Tensor& slots, Tensor& visible, i64 ratio,
-                  i64 page_size, i64 k) {
+Tensor index_topk(Tensor& q, Tensor& weights, Tensor& pool, Tensor& page_table, Tensor& slots, Tensor& visible,
+                  i64 ratio, i64 page_size, i64 k) {
   Scorer x = scorer(q, weights, pool, page_table, slots, visible, ratio, page_size, k);
   Tensor out = Tensor::empty({x.m, k}, Type::i32);
   for_rows(x, k, [&](i64 r, const float* scores, i64 n) { top(scores, n, nullptr, k, out.data<int32_t>() + r * k); });
   return out;
 }
 
-std::tuple<Tensor, Tensor> index_topk_publish(Tensor& q, Tensor& weights, Tensor& pool, Tensor& page_table, Tensor& slots,
-                                              Tensor& visible, i64 ratio, i64 page_size, i64 k, i64 num_blocks, i64 block) {
+std::tuple<Tensor, Tensor> index_topk_publish(Tensor& q, Tensor& weights, Tensor& pool, Tensor& page_table,
+                                              Tensor& slots, Tensor& visible, i64 ratio, i64 page_size, i64 k,
+                                              i64 num_blocks, i64 block) {
   Scorer x = scorer(q, weights, pool, page_table, slots, visible, ratio, page_size, k);
   check(block > 0 && num_blocks >= 0, "index_topk_publish: block must be positive");
   Tensor out = Tensor::empty({x.m, k}, Type::i32), blocks = Tensor::empty({x.m, num_blocks}, Type::i32);
@@ -302,7 +318,8 @@ std::tuple<Tensor, Tensor> index_topk_publish(Tensor& q, Tensor& weights, Tensor
     i64 count = (n + block - 1) / block;
     float* best = scratch<float>(kValues, count);
     if (count > num_blocks) {
-      for (i64 b = 0; b < count; b++) best[b] = *std::max_element(scores + b * block, scores + std::min(n, (b + 1) * block));
+      for (i64 b = 0; b < count; b++)
+        best[b] = *std::max_element(scores + b * block, scores + std::min(n, (b + 1) * block));
       best[(n - 1) / block] = __builtin_inff();  // the newest entry's block stays
     }
     top(best, count, nullptr, num_blocks, blocks.data<int32_t>() + r * num_blocks);
@@ -321,16 +338,18 @@ i64 candidates(const int32_t* blocks, i64 num_blocks, i64 block, i64 n, u8* keep
   return found;
 }
 
-Tensor index_topk_blocks(Tensor& q, Tensor& weights, Tensor& pool, Tensor& page_table, Tensor& slots, Tensor& visible, i64 ratio,
-                         i64 page_size, i64 k, Tensor& blocks, i64 block) {
+Tensor index_topk_blocks(Tensor& q, Tensor& weights, Tensor& pool, Tensor& page_table, Tensor& slots, Tensor& visible,
+                         i64 ratio, i64 page_size, i64 k, Tensor& blocks, i64 block) {
   Scorer x = scorer(q, weights, pool, page_table, slots, visible, ratio, page_size, k);
-  check(blocks.dim() == 2 && blocks.size(0) == x.m && block > 0, "index_topk_blocks: blocks must be int32 [M, num_blocks]");
+  check(blocks.dim() == 2 && blocks.size(0) == x.m && block > 0,
+        "index_topk_blocks: blocks must be int32 [M, num_blocks]");
   i64 num_blocks = blocks.size(1), most = 0;
-  const int32_t* candidate = indices(blocks, x.m * num_blocks, "index_topk_blocks: blocks must be int32 [M, num_blocks]");
+  const int32_t* candidate =
+      indices(blocks, x.m * num_blocks, "index_topk_blocks: blocks must be int32 [M, num_blocks]");
   for (i64 r = 0; r < x.m; r++) most = std::max<i64>(most, std::min<i64>(x.visible[r], num_blocks * block));
   Tensor out = Tensor::empty({x.m, k}, Type::i32);
   std::atomic<bool> bad{false};
-  double ns = 100 + (most > k ? double(most * x.heads * x.dim) * (x.packed ? 0.02 : 1.0) : double(most));
+  double ns = 100 + (most > k ? double(most * x.heads * x.dim) * (x.packed ? 0.01 : 1.0) : double(most));
   parallel(x.m, ns, [&](i64 begin, i64 end) {
     for (i64 r = begin; r < end; r++) {
       i64 n = std::max<i64>(x.visible[r], 0);

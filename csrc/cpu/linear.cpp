@@ -5,7 +5,8 @@ namespace DI_ISA {
 namespace {
 
 std::tuple<Tensor, Tensor> quant_fp8(Tensor& x) {
-  check(is_float(x) && x.dim() >= 1 && x.size(-1) % kBlock == 0, "quant_fp8: x must be bf16 or float32 [..., K], K % 32 == 0");
+  check(is_float(x) && x.dim() >= 1 && x.size(-1) % kBlock == 0,
+        "quant_fp8: x must be bf16 or float32 [..., K], K % 32 == 0");
   i64 k = x.size(-1), m = x.rows(), stride = x.row_stride();
   i64 shape[8];
   std::copy(x.sizes(), x.sizes() + x.dim(), shape);
@@ -13,7 +14,7 @@ std::tuple<Tensor, Tensor> quant_fp8(Tensor& x) {
   shape[x.dim() - 1] = k / kBlock;
   Tensor s = Tensor::empty(shape, x.dim(), Type::u8);
   auto run = [&](auto* data) {
-    parallel(m, 0.2 * double(k), [&](i64 begin, i64 end) {
+    parallel(m, 0.4 * double(k), [&](i64 begin, i64 end) {
       for (i64 i = begin; i < end; i++)
         for (i64 b = 0; b < k / kBlock; b++) {
           auto* in = data + i * stride + b * kBlock;
@@ -31,13 +32,14 @@ std::tuple<Tensor, Tensor> quant_fp8(Tensor& x) {
 }
 
 template <class W>
-void gemm_into(const Rows& x, i64 m, const W& w, i64 n, i64 blocks, Tensor& y, i64 column, const float* bias = nullptr) {
+void gemm_into(const Rows& x, i64 m, const W& w, i64 n, i64 blocks, Tensor& y, i64 column,
+               const float* bias = nullptr) {
   i64 ld = y.size(1);
   bool wide = y.is(Type::f32);
   gemm(x.p, x.ld, m, w, n, blocks, [&](i64 i, i64 n0, vf v) {
-    if (bias) v = v + load_from(bias, n0, n);
-    if (wide) store_to(y.data<float>() + i * ld + column, n0, n, v);
-    else store_to(y.data<bf16>() + i * ld + column, n0, n, v);
+    if (bias) v = v + load_n(bias + n0, n - n0);
+    if (wide) store_n(y.data<float>() + i * ld + column + n0, v, n - n0);
+    else store_n(y.data<bf16>() + i * ld + column + n0, v, n - n0);
   });
 }
 
@@ -56,7 +58,8 @@ Tensor linear_fp8(Tensor& x, Tensor& x_scale, Tensor& weight, Tensor& weight_sca
   i64 ldx = x.row_stride(), lds = x_scale.row_stride();
   Rows r = float_rows(kX, m, k);
   parallel(m, 0.1 * double(k), [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; i++) expand_fp8(x.data<u8>() + i * ldx, x_scale.data<u8>() + i * lds, k, r.p + i * r.ld);
+    for (i64 i = begin; i < end; i++)
+      expand_fp8(x.data<u8>() + i * ldx, x_scale.data<u8>() + i * lds, k, r.p + i * r.ld);
   });
   Tensor y = Tensor::empty({m, n}, Type::bf16);
   gemm_into(r, m, w, n, k / kBlock, y, 0);
@@ -64,7 +67,8 @@ Tensor linear_fp8(Tensor& x, Tensor& x_scale, Tensor& weight, Tensor& weight_sca
 }
 
 Tensor linear_dequant(Tensor& x, Tensor& weight, Tensor& weight_scale, i64 groups) {
-  Fp8Rows w = fp8_weight(weight, weight_scale, "linear_dequant: weight must be e4m3 [groups*N, K] with uint8 scales [groups*N/32, K/32]");
+  Fp8Rows w = fp8_weight(weight, weight_scale,
+                         "linear_dequant: weight must be e4m3 [groups*N, K] with uint8 scales [groups*N/32, K/32]");
   i64 k = weight.size(1);
   check(is_float(x) && x.dim() == 2 && groups > 0 && x.size(1) == groups * k && weight.size(0) % groups == 0,
         "linear_dequant: x must be bf16 or float32 [T, groups*K] for a weight [groups*N, K]");

@@ -24,11 +24,13 @@ i64 argmax(const float* v, i64 n) {
   return at[w];
 }
 
-std::tuple<Tensor, Tensor> router(Tensor& x, Tensor& weight, Tensor& bias, Tensor& bias_vl, Tensor& is_image, i64 k, double scale) {
+std::tuple<Tensor, Tensor> router(Tensor& x, Tensor& weight, Tensor& bias, Tensor& bias_vl, Tensor& is_image, i64 k,
+                                  double scale) {
   check(is_float(x) && x.dim() == 2 && weight.dim() == 2 && is_float(weight) && weight.size(1) == x.size(1),
         "router: x [T, H] and weight [E, H] must be bf16 or float32 and share H");
   i64 m = x.size(0), h = x.size(1), e = weight.size(0), ep = round_up(e, 16);
-  check(bias.is(Type::f32) && bias.numel() == e && bias_vl.is(Type::f32) && bias_vl.numel() == e, "router: biases must be float32 [E]");
+  check(bias.is(Type::f32) && bias.numel() == e && bias_vl.is(Type::f32) && bias_vl.numel() == e,
+        "router: biases must be float32 [E]");
   check(is_image.is(Type::boolean) && is_image.numel() == m, "router: is_image must be bool [T]");
   check(0 < k && k <= e, "router: k must be between 1 and the number of experts");
   const float *b = bias.contiguous().data<float>(), *bv = bias_vl.contiguous().data<float>();
@@ -41,7 +43,7 @@ std::tuple<Tensor, Tensor> router(Tensor& x, Tensor& weight, Tensor& bias, Tenso
   else gemm(r.p, r.ld, m, PlainRows<float>{weight.data<float>(), ldw, h}, e, blocks, scores);
 
   Tensor ids = Tensor::empty({m, k}, Type::i32), w = Tensor::empty({m, k}, Type::f32);
-  parallel(m, double(k * e), [&](i64 begin, i64 end) {
+  parallel(m, 0.3 * double(k * e), [&](i64 begin, i64 end) {
     float* left = scratch<float>(kValues, ep);
     for (i64 i = begin; i < end; i++) {
       const float *row = s + i * ep, *add = image[i] ? bv : b;
@@ -62,14 +64,15 @@ std::tuple<Tensor, Tensor> router(Tensor& x, Tensor& weight, Tensor& bias, Tenso
 
 template <class T>
 void swiglu_row(const T* in, i64 n, float limit, T* out) {
-  for (i64 j = 0; j < n; j += 16) store_to(out, j, n, silu_mul(load_from(in, j, n), load_from(in + n, j, n), limit));
+  columns(n, [&](i64 j, auto w) { store_n(out + j, silu_mul(load_n(in + j, w), load_n(in + n + j, w), limit), w); });
 }
 
 Tensor swiglu(Tensor& gate_up, double limit) {
-  check(is_float(gate_up) && gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "swiglu: gate_up must be bf16 or float32 [T, 2I]");
+  check(is_float(gate_up) && gate_up.dim() == 2 && gate_up.size(1) % 2 == 0,
+        "swiglu: gate_up must be bf16 or float32 [T, 2I]");
   i64 m = gate_up.size(0), n = gate_up.size(1) / 2, stride = gate_up.row_stride();
   Tensor y = Tensor::empty({m, n}, gate_up.type());
-  parallel(m, 1.0 * double(n), [&](i64 begin, i64 end) {
+  parallel(m, 0.5 * double(n), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; i++) {
       if (y.is(Type::bf16)) swiglu_row(gate_up.data<bf16>() + i * stride, n, float(limit), y.data<bf16>() + i * n);
       else swiglu_row(gate_up.data<float>() + i * stride, n, float(limit), y.data<float>() + i * n);
@@ -81,7 +84,8 @@ Tensor swiglu(Tensor& gate_up, double limit) {
 // The (row, slot) pairs of a call, grouped by expert.
 struct Pairs {
   i64 count;
-  int32_t *order, *first, *active;  // pairs by expert; first pair of each active expert (one more at the end); expert ids
+  int32_t *order, *active;  // pairs sorted by expert; ids of the experts that have any
+  int32_t* first;           // where each active expert starts in `order`, and the end
   i64 num_active = 0, largest = 0;
 
   Pairs(const int32_t* ids, i64 pairs, i64 experts) : count(pairs) {
@@ -104,8 +108,9 @@ struct Pairs {
   }
 };
 
-// One call of `experts`: up (w13, SwiGLU, rounding) for all pairs, then down (w2), then sums over slots. A task is an active
-// expert and a range of its outputs, so threads share the work of one row as well as of many; weights are read once.
+// One call of `experts`: up (w13, SwiGLU, rounding) for all pairs, then down (w2), then sums over slots. A task is an
+// active expert and a range of its outputs, so threads share the work of one row as well as of many; weights are read
+// once.
 template <bool exact>
 struct Experts {
   const Tensor &x, &x_scale;
@@ -113,10 +118,10 @@ struct Experts {
   Fp4Rows w13, w2;
   i64 slots, h, inner, ldx, lds;
   float limit;
-  Pairs pairs;
-  float* acts;  // [pairs, inner], columns split like Fp4Rows
+  const Pairs& pairs;
+  float* acts = nullptr;  // [pairs, inner], columns split like Fp4Rows
   using Out = std::conditional_t<exact, float, bf16>;
-  Out* down;  // [pairs, h]
+  Out* down = nullptr;  // [pairs, h]
 
   const int32_t* of(i64 a, i64& m) const {
     m = pairs.first[a + 1] - pairs.first[a];
@@ -137,7 +142,8 @@ struct Experts {
   }
 
   // Columns [c, c+32) of the activation of m pairs: gate and up, SwiGLU, routing weight, rounding.
-  void up_block(const Fp4Rows& gate, const Fp4Rows& up, const float* xe, const int32_t* p, i64 m, i64 c, float* g) const {
+  void up_block(const Fp4Rows& gate, const Fp4Rows& up, const float* xe, const int32_t* p, i64 m, i64 c,
+                float* g) const {
     float *g1 = g + kTileM * kTileN * 2, *u = g1 + kTileM * kTileN * 2, *u1 = u + kTileM * kTileN * 2;
     gemm_tile(xe, h, m, gate, inner, c, h / kBlock, g);
     gemm_tile(xe, h, m, gate, inner, c + 16, h / kBlock, g1);
@@ -185,7 +191,8 @@ struct Experts {
       }
   }
 
-  // f(active expert, first, last) over ranges of `step` outputs of `width`, with `rows` floats per pair gathered by `g`.
+  // f(active expert, begin, end, rows) over ranges of `step` of `width` outputs; `gather` collects the expert's rows of
+  // k.
   template <class G, class F>
   void tasks(i64 width, i64 step, i64 k, G&& gather, F&& f) const {
     i64 ranges = (width + step - 1) / step;
@@ -213,7 +220,8 @@ struct Experts {
     down = scratch<Out>(kDown, pairs.count * h);
     tasks(inner, 64, h, [&](auto... v) { gather_x(v...); }, [&](auto... v) { up(v...); });
     auto gather_acts = [&](const int32_t* p, i64 rows, float* out) {
-      for (i64 i = 0; i < rows; i++) std::memcpy(out + i * inner, acts + i64(p[i]) * inner, size_t(inner) * sizeof(float));
+      for (i64 i = 0; i < rows; i++)
+        std::memcpy(out + i * inner, acts + i64(p[i]) * inner, size_t(inner) * sizeof(float));
     };
     tasks(h, 128, inner, gather_acts, [&](auto... v) { down_tiles(v...); });
     Tensor y = Tensor::empty({m, h}, Type::f32);
@@ -230,16 +238,18 @@ struct Experts {
 };
 
 Fp4Rows fp4_weight(Tensor& w, Tensor& s, i64 e, i64 n, i64 k) {
-  check(w.is(Type::u8) && s.is(Type::u8) && w.dim() == 3 && s.dim() == 3 && w.size(0) == e && w.size(1) == n && w.size(2) == k / 2 &&
-            s.size(0) == e && s.size(1) == n && s.size(2) == k / 32,
-        "experts: weights must be uint8 [E, N, K/2] with scales [E, N, K/32]: w13 with N = 2I, K = H; w2 with N = H, K = I");
+  check(w.is(Type::u8) && s.is(Type::u8) && w.dim() == 3 && s.dim() == 3 && w.size(0) == e && w.size(1) == n &&
+            w.size(2) == k / 2 && s.size(0) == e && s.size(1) == n && s.size(2) == k / 32,
+        "experts: weights must be uint8 [E, N, K/2] with scales [E, N, K/32]: w13 with N = 2I, K = H; w2 "
+        "with N = H, K = I");
   return {w.contiguous().data<u8>(), s.contiguous().data<u8>(), k / 2, k / 32};
 }
 
-Tensor experts(Tensor& x, Maybe& x_scale, Tensor& ids, Tensor& weights, Tensor& w13, Tensor& w13_scale, Tensor& w2, Tensor& w2_scale,
-               double limit) {
+Tensor experts(Tensor& x, Maybe& x_scale, Tensor& ids, Tensor& weights, Tensor& w13, Tensor& w13_scale, Tensor& w2,
+               Tensor& w2_scale, double limit) {
   bool exact = !x_scale.defined();
-  check(x.dim() == 2 && x.is(exact ? Type::f32 : Type::e4m3), "experts: x must be e4m3 [T, H] with x_scale, or float32 without");
+  check(x.dim() == 2 && x.is(exact ? Type::f32 : Type::e4m3),
+        "experts: x must be e4m3 [T, H] with x_scale, or float32 without");
   i64 m = x.size(0), h = x.size(1), e = w13.size(0), inner = w13.size(1) / 2;
   check(h % kBlock == 0 && inner % kBlock == 0, "experts: hidden size and expert width must be multiples of 32");
   check(ids.dim() == 2 && ids.size(0) == m, "experts: ids must be int32 [T, K]");
@@ -251,9 +261,10 @@ Tensor experts(Tensor& x, Maybe& x_scale, Tensor& ids, Tensor& weights, Tensor& 
   const float* w = weights.contiguous().data<float>();
   Fp4Rows up = fp4_weight(w13, w13_scale, e, 2 * inner, h), down = fp4_weight(w2, w2_scale, e, h, inner);
   i64 ldx = x.row_stride();
-  if (exact) return Experts<true>{x, x_scale, w, up, down, slots, h, inner, ldx, 0, float(limit), Pairs(id, m * slots, e), {}, {}}.run(m);
+  Pairs pairs(id, m * slots, e);
+  if (exact) return Experts<true>{x, x_scale, w, up, down, slots, h, inner, ldx, 0, float(limit), pairs}.run(m);
   i64 lds = x_scale.row_stride();
-  return Experts<false>{x, x_scale, w, up, down, slots, h, inner, ldx, lds, float(limit), Pairs(id, m * slots, e), {}, {}}.run(m);
+  return Experts<false>{x, x_scale, w, up, down, slots, h, inner, ldx, lds, float(limit), pairs}.run(m);
 }
 
 }  // namespace

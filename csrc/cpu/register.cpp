@@ -1,9 +1,9 @@
 // Picks the instruction set and registers ops on request. Compiled without any -m flag: it runs on every CPU.
 //
-// On x86-64 two complete copies of the kernels (AVX-512, AVX2 with FMA) sit in one library and this file chooses at load.
-// The alternative, -march=native with a recorded feature list, halves the compile time, but an image or a home directory
-// built on one machine and used on another would lose its kernels. A CPU with neither set runs the references.
-// Nothing registers by itself: torch holds one kernel per op, and the op registry in Python decides which.
+// On x86-64 two complete copies of the kernels (AVX-512, AVX2 with FMA) sit in one library and this file chooses at
+// load. The alternative, -march=native with a recorded feature list, halves the compile time, but an image or a home
+// directory built on one machine and used on another would lose its kernels. A CPU with neither set runs the
+// references. Nothing registers by itself: torch holds one kernel per op, and the op registry in Python decides which.
 #include "common.h"
 
 using DI_ISA::Entry;
@@ -17,7 +17,9 @@ using Find = const void* (*)(const char*);
 extern "C" const void* deepinfer_find_avx512(const char*);
 extern "C" const void* deepinfer_find_avx2(const char*);
 
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+}
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -68,7 +70,8 @@ DI_EXPORT int deepinfer_use(const char* isa) {
   return 1;
 }
 
-// One letter per argument of the op as compiled, or null for an unknown op: a stale library is caught before it is called.
+// One letter per argument of the op as compiled, or null for an unknown op: a stale library is caught before it is
+// called.
 DI_EXPORT const char* deepinfer_signature(const char* op) {
   const Entry* e = find(op);
   return e ? e->signature : nullptr;
@@ -79,7 +82,8 @@ DI_EXPORT int deepinfer_register(const char* op) {
   const Entry* e = find(op);
   if (!e) return 1;
   try {
-    auto* lib = new StableLibrary(StableLibrary::Kind::IMPL, "di", "CPU", __FILE__, __LINE__);  // lives as long as the process
+    // Never deleted: that would take the kernel away again.
+    auto* lib = new StableLibrary(StableLibrary::Kind::IMPL, "di", "CPU", __FILE__, __LINE__);
     lib->impl(e->name, e->boxed);
   } catch (const std::exception&) {
     return 2;

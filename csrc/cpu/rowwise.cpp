@@ -1,7 +1,6 @@
 // Norms, RoPE, hyper-connections, Engram gate: small ops on rows (deepinfer/ops/hyper.py, engram.py).
 //
 // Where the reference is a chain of separate multiplies and adds, so is this (no fma): the bits agree.
-#include <array>
 #include "gemm.h"
 
 namespace DI_ISA {
@@ -10,10 +9,10 @@ namespace {
 template <class T>
 float sum_squares(const T* x, i64 n) {
   vf s = splat(0.0f);
-  for (i64 j = 0; j < n; j += 16) {
-    vf v = load_from(x, j, n);
+  columns(n, [&](i64 j, auto w) {
+    vf v = load_n(x + j, w);
     s = fma(v, v, s);
-  }
+  });
   return sum(s);
 }
 
@@ -27,7 +26,8 @@ void typed(const Tensor& t, F&& f) {
 }
 
 Tensor rms_norm(Tensor& x, Tensor& weight, double eps) {
-  check(is_float(x) && is_float(weight) && x.dim() >= 1 && weight.numel() == x.size(-1), "rms_norm: x [..., H] and weight [H] must be bf16 or float32");
+  check(is_float(x) && is_float(weight) && x.dim() >= 1 && weight.numel() == x.size(-1),
+        "rms_norm: x [..., H] and weight [H] must be bf16 or float32");
   i64 h = x.size(-1), m = x.rows(), stride = x.row_stride();
   weight.contiguous();
   Tensor y = Tensor::like(x);
@@ -38,7 +38,7 @@ Tensor rms_norm(Tensor& x, Tensor& weight, double eps) {
         for (i64 i = begin; i < end; i++) {
           auto* row = in + i * stride;
           vf r = splat(inverse_rms(sum_squares(row, h), h, float(eps)));
-          for (i64 j = 0; j < h; j += 16) store_to(out + i * h, j, h, load_from(row, j, h) * r * load_from(w, j, h));
+          columns(h, [&](i64 j, auto n) { store_n(out + i * h + j, load_n(row + j, n) * r * load_n(w + j, n), n); });
         }
       });
     });
@@ -57,15 +57,16 @@ DI_INLINE void put(float* p, float v) { *p = v; }
 Tensor rope(Tensor& x, Tensor& cos, Tensor& sin, bool inverse) {
   check(is_float(x) && (x.dim() == 2 || x.dim() == 3), "rope: x must be bf16 or float32 [T, D] or [T, h, D]");
   i64 t = x.size(0), heads = x.dim() == 3 ? x.size(1) : 1, d = x.size(-1);
-  check(cos.is(Type::f32) && sin.is(Type::f32) && cos.dim() == 2 && sin.dim() == 2 && cos.size(0) == t && sin.size(0) == t &&
-            cos.size(1) == sin.size(1) && 2 * cos.size(1) <= d, "rope: cos and sin must be float32 [T, R] with 2R <= D");
+  check(cos.is(Type::f32) && sin.is(Type::f32) && cos.dim() == 2 && sin.dim() == 2 && cos.size(0) == t &&
+            sin.size(0) == t && cos.size(1) == sin.size(1) && 2 * cos.size(1) <= d,
+        "rope: cos and sin must be float32 [T, R] with 2R <= D");
   i64 r = cos.size(1), keep = d - 2 * r, stride = x.row_stride();
   const float *c = cos.contiguous().data<float>(), *s = sin.contiguous().data<float>();
   float sign = inverse ? -1.0f : 1.0f;
   Tensor y = Tensor::like(x);
   typed(x, [&](auto* in) {
     auto* out = y.data<std::remove_pointer_t<decltype(in)>>();
-    parallel(t * heads, 0.1 * double(keep) + 1.0 * double(r), [&](i64 begin, i64 end) {
+    parallel(t * heads, 0.05 * double(keep) + 0.5 * double(r), [&](i64 begin, i64 end) {
       for (i64 i = begin; i < end; i++) {
         auto *a = in + i * stride, *b = out + i * d;
         const float *ci = c + i / heads * r, *si = s + i / heads * r;
@@ -81,144 +82,164 @@ Tensor rope(Tensor& x, Tensor& cos, Tensor& sin, bool inverse) {
   return y;
 }
 
-// Sinkhorn for 16 rows at once: lanes = rows, one vector per matrix element.
-template <int C>
-void sinkhorn(vf (&m)[C][C], i64 iters, float eps) {
+// Streams: 4 in every released model, so loops over them are compiled for 4 and, once more, for any number up to 8.
+constexpr int kMaxStreams = 8;
+
+template <class F>
+void with_streams(i64 c, const char* message, F&& f) {
+  check(0 < c && c <= kMaxStreams, message);
+  if (c == 4) f(std::integral_constant<int, 4>());
+  else f(int(c));
+}
+
+// Sinkhorn for 16 rows at once: lanes = rows, one vector per matrix element m[i][j].
+template <class N>
+DI_INLINE void sinkhorn(vf (&m)[kMaxStreams][kMaxStreams], N c, i64 iters, float eps) {
   vf e = splat(eps);
-  for (int i = 0; i < C; i++) {  // softmax of each row
+  for (int i = 0; i < c; i++) {  // softmax of each row
     vf top = m[i][0], total = splat(0.0f);
-    for (int j = 1; j < C; j++) top = max(m[i][j], top);
-    for (int j = 0; j < C; j++) m[i][j] = exp(m[i][j] - top), total = total + m[i][j];
-    for (int j = 0; j < C; j++) m[i][j] = m[i][j] / total + e;
+    for (int j = 1; j < c; j++) top = max(m[i][j], top);
+    for (int j = 0; j < c; j++) m[i][j] = exp(m[i][j] - top), total = total + m[i][j];
+    for (int j = 0; j < c; j++) m[i][j] = m[i][j] / total + e;
   }
-  auto columns = [&] {
-    for (int j = 0; j < C; j++) {
-      vf total = m[0][j];
-      for (int i = 1; i < C; i++) total = total + m[i][j];
-      vf f = splat(1.0f) / (total + e);
-      for (int i = 0; i < C; i++) m[i][j] = m[i][j] * f;
-    }
-  };
-  columns();
-  for (i64 k = 1; k < iters; k++) {
-    for (int i = 0; i < C; i++) {
+  for (i64 k = 0; k == 0 || k < iters; k++) {
+    for (int i = 0; k && i < c; i++) {  // the first round has the softmax for its rows
       vf total = m[i][0];
-      for (int j = 1; j < C; j++) total = total + m[i][j];
+      for (int j = 1; j < c; j++) total = total + m[i][j];
       vf f = splat(1.0f) / (total + e);
-      for (int j = 0; j < C; j++) m[i][j] = m[i][j] * f;
+      for (int j = 0; j < c; j++) m[i][j] = m[i][j] * f;
     }
-    columns();
+    for (int j = 0; j < c; j++) {
+      vf total = m[0][j];
+      for (int i = 1; i < c; i++) total = total + m[i][j];
+      vf f = splat(1.0f) / (total + e);
+      for (int i = 0; i < c; i++) m[i][j] = m[i][j] * f;
+    }
   }
 }
 
-template <i64 C>
-std::tuple<Tensor, Tensor, Tensor> hc_mix_of(Tensor& streams, Tensor& fn, Tensor& base, Tensor& scale, i64 iters, double hc_eps, double eps) {
-  constexpr i64 N = C * (C + 2);
-  i64 m = streams.size(0), k = C * streams.size(2), mp = round_up(m, 16);
-  check(fn.is(Type::f32) && fn.dim() == 2 && fn.size(0) == N && fn.size(1) == k && base.is(Type::f32) && base.numel() == N &&
-            scale.is(Type::f32) && scale.numel() == 3, "hc_mix: fn must be float32 [C*(C+2), C*H], base [C*(C+2)], scale [3]");
-  const float *b = base.contiguous().data<float>(), *sc = scale.contiguous().data<float>();
+// Rows i0..i0+15 (below m) of pre, post and comb from the projections mix [c*(c+2)][ld] and the inverse norms.
+template <class N>
+DI_INLINE void mix_rows(N c, const float* mix, i64 ld, i64 i0, i64 m, vf rms, const float* base, const float* scale,
+                        i64 iters, float eps, float* pre, float* post, float* comb) {
+  alignas(64) float t[kMaxStreams * (kMaxStreams + 2)][16];
+  i64 rows = std::min<i64>(16, m - i0);
+  auto value = [&](int n, int kind) { return load(mix + n * ld + i0) * rms * splat(scale[kind]) + splat(base[n]); };
+  for (int j = 0; j < c; j++) store(t[j], sigmoid(value(j, 0)) + splat(eps));
+  for (int j = 0; j < c; j++) store(t[c + j], splat(2.0f) * sigmoid(value(c + j, 1)));
+  vf mat[kMaxStreams][kMaxStreams];
+  for (int a = 0; a < c; a++)
+    for (int j = 0; j < c; j++) mat[a][j] = value(2 * c + a * c + j, 2);
+  sinkhorn(mat, c, iters, eps);
+  for (int a = 0; a < c; a++)
+    for (int j = 0; j < c; j++) store(t[2 * c + a * c + j], mat[a][j]);
+  for (i64 i = 0; i < rows; i++) {
+    for (int j = 0; j < c; j++) pre[(i0 + i) * c + j] = t[j][i], post[(i0 + i) * c + j] = t[c + j][i];
+    for (int j = 0; j < c * c; j++) comb[(i0 + i) * c * c + j] = t[2 * c + j][i];
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> hc_mix(Tensor& streams, Tensor& fn, Tensor& base, Tensor& scale, i64 iters,
+                                          double hc_eps, double eps) {
+  check(is_float(streams) && streams.dim() == 3, "hc_mix: streams must be bf16 or float32 [T, C, H]");
+  i64 m = streams.size(0), c = streams.size(1), k = c * streams.size(2), n = c * (c + 2), mp = round_up(m, 16);
+  check(fn.is(Type::f32) && fn.dim() == 2 && fn.size(0) == n && fn.size(1) == k && base.is(Type::f32) &&
+            base.numel() == n && scale.is(Type::f32) && scale.numel() == 3,
+        "hc_mix: fn must be float32 [C*(C+2), C*H], base [C*(C+2)], scale [3]");
+  const float *b = base.contiguous().data<float>(), *s = scale.contiguous().data<float>(),
+              *f = fn.contiguous().data<float>();
   streams.contiguous();
-  fn.contiguous();
-  Tensor pre = Tensor::empty({m, C}, Type::f32), post = Tensor::empty({m, C}, Type::f32), comb = Tensor::empty({m, C, C}, Type::f32);
+  Tensor pre = Tensor::empty({m, c}, Type::f32), post = Tensor::empty({m, c}, Type::f32),
+         comb = Tensor::empty({m, c, c}, Type::f32);
   Rows r = float_rows(kX, m, k);
-  float* mix = scratch<float>(kOut, N * mp);  // [N][rows]: the lanes of what follows are rows
-  parallel(m, 0.1 * double(k), [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; i++) typed(streams, [&](auto* in) { widen(in + i * k, k, r.p + i * r.ld); });
+  float *mix = scratch<float>(kOut, (n + 1) * mp),
+        *rms = mix + n * mp;  // [C*(C+2)][rows]: lanes of what follows are rows
+  std::memset(mix, 0, size_t((n + 1) * mp) * sizeof(float));
+  parallel(m, 0.15 * double(k), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; i++) {
+      typed(streams, [&](auto* in) { widen(in + i * k, k, r.p + i * r.ld); });
+      rms[i] = inverse_rms(sum_squares(r.p + i * r.ld, k), k, float(eps));
+    }
   });
   auto keep = [&](i64 i, i64 n0, vf v) {
     alignas(64) float t[16];
     store(t, v);
-    for (i64 n = n0; n < std::min(n0 + 16, N); n++) mix[n * mp + i] = t[n - n0];
+    for (i64 j = n0; j < std::min(n0 + 16, n); j++) mix[j * mp + i] = t[j - n0];
   };
-  if (k % kBlock == 0) gemm(r.p, r.ld, m, F32Rows{fn.data<float>(), k}, N, k / kBlock, keep);
-  else gemm(r.p, r.ld, m, PlainRows<float>{fn.data<float>(), k, k}, N, r.ld / kBlock, keep);
-  for (i64 n = 0; n < N; n++)
-    for (i64 i = m; i < mp; i++) mix[n * mp + i] = 0;
-  parallel(mp / 16, 500 + 1.6 * double(k), [&](i64 begin, i64 end) {
-    for (i64 g = begin; g < end; g++) {
-      i64 i0 = g * 16, rows = std::min<i64>(16, m - i0);
-      alignas(64) float rms[16] = {}, t[N][16];
-      for (i64 i = 0; i < rows; i++) rms[i] = inverse_rms(sum_squares(r.p + (i0 + i) * r.ld, k), k, float(eps));
-      vf f = load(rms), one = splat(float(hc_eps)), s[3] = {splat(sc[0]), splat(sc[1]), splat(sc[2])};
-      auto value = [&](i64 n) { return load(mix + n * mp + i0) * f * s[std::min<i64>(n / C, 2)] + splat(b[n]); };
-      for (i64 j = 0; j < C; j++) store(t[j], sigmoid(value(j)) + one);
-      for (i64 j = 0; j < C; j++) store(t[C + j], splat(2.0f) * sigmoid(value(C + j)));
-      vf mat[C][C];
-      for (i64 a = 0; a < C; a++)
-        for (i64 j = 0; j < C; j++) mat[a][j] = value(2 * C + a * C + j);
-      sinkhorn<C>(mat, iters, float(hc_eps));
-      for (i64 a = 0; a < C; a++)
-        for (i64 j = 0; j < C; j++) store(t[2 * C + a * C + j], mat[a][j]);
-      for (i64 i = 0; i < rows; i++) {
-        for (i64 j = 0; j < C; j++) pre.data<float>()[(i0 + i) * C + j] = t[j][i], post.data<float>()[(i0 + i) * C + j] = t[C + j][i];
-        for (i64 j = 0; j < C * C; j++) comb.data<float>()[(i0 + i) * C * C + j] = t[2 * C + j][i];
-      }
-    }
+  if (k % kBlock == 0) gemm(r.p, r.ld, m, F32Rows{f, k}, n, k / kBlock, keep);
+  else gemm(r.p, r.ld, m, PlainRows<float>{f, k, k}, n, r.ld / kBlock, keep);
+  with_streams(c, "hc_mix: more than 8 streams", [&](auto count) {
+    parallel(mp / 16, 500, [&](i64 begin, i64 end) {
+      for (i64 g = begin; g < end; g++)
+        mix_rows(count, mix, mp, g * 16, m, load(rms + g * 16), b, s, iters, float(hc_eps), pre.data<float>(),
+                 post.data<float>(), comb.data<float>());
+    });
   });
   return {std::move(pre), std::move(post), std::move(comb)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> hc_mix(Tensor& streams, Tensor& fn, Tensor& base, Tensor& scale, i64 iters, double hc_eps, double eps) {
-  check(is_float(streams) && streams.dim() == 3 && 1 <= streams.size(1) && streams.size(1) <= 4, "hc_mix: streams must be bf16 or float32 [T, C, H], C in 1..4");
-  auto* of = std::array{hc_mix_of<1>, hc_mix_of<2>, hc_mix_of<3>, hc_mix_of<4>}[size_t(streams.size(1) - 1)];
-  return of(streams, fn, base, scale, iters, hc_eps, eps);
-}
-
 Tensor hc_collapse(Tensor& streams, Tensor& pre) {
-  check(is_float(streams) && streams.dim() == 3 && pre.is(Type::f32) && pre.dim() == 2 && pre.size(0) == streams.size(0) &&
-            pre.size(1) == streams.size(1), "hc_collapse: streams must be bf16 or float32 [T, C, H], pre float32 [T, C]");
-  i64 m = streams.size(0), c = streams.size(1), h = streams.size(2);
+  check(is_float(streams) && streams.dim() == 3 && pre.is(Type::f32) && pre.dim() == 2 &&
+            pre.size(0) == streams.size(0) && pre.size(1) == streams.size(1),
+        "hc_collapse: streams must be bf16 or float32 [T, C, H], pre float32 [T, C]");
+  i64 m = streams.size(0), h = streams.size(2);
   streams.contiguous();
   const float* p = pre.contiguous().data<float>();
   Tensor y = Tensor::empty({m, h}, streams.type());
-  typed(streams, [&](auto* in) {
+  auto run = [&](auto* in, auto c) {
     auto* out = y.data<std::remove_pointer_t<decltype(in)>>();
-    parallel(m, 0.1 * double(c * h), [&](i64 begin, i64 end) {
+    parallel(m, 0.06 * double(c * h), [&](i64 begin, i64 end) {
       for (i64 i = begin; i < end; i++)
-        for (i64 j = 0; j < h; j += 16) {
-          vf s = splat(p[i * c]) * load_from(in + i * c * h, j, h);
-          for (i64 k = 1; k < c; k++) s = s + splat(p[i * c + k]) * load_from(in + (i * c + k) * h, j, h);
-          store_to(out + i * h, j, h, s);
-        }
+        columns(h, [&](i64 j, auto n) {
+          vf s = splat(p[i * c]) * load_n(in + i * c * h + j, n);
+          for (int k = 1; k < c; k++) s = s + splat(p[i * c + k]) * load_n(in + (i * c + k) * h + j, n);
+          store_n(out + i * h + j, s, n);
+        });
     });
-  });
+  };
+  with_streams(streams.size(1), "hc_collapse: more than 8 streams",
+               [&](auto c) { typed(streams, [&](auto* in) { run(in, c); }); });
   return y;
 }
 
 Tensor hc_write(Tensor& y, Tensor& streams, Tensor& post, Tensor& comb) {
-  check(is_float(streams) && streams.dim() == 3 && is_float(y) && y.dim() == 2, "hc_write: y [T, H] and streams [T, C, H] must be bf16 or float32");
-  i64 m = streams.size(0), c = streams.size(1), h = streams.size(2);
-  check(y.size(0) == m && y.size(1) == h && post.is(Type::f32) && post.numel() == m * c && comb.is(Type::f32) && comb.numel() == m * c * c,
+  check(is_float(streams) && streams.dim() == 3 && is_float(y) && y.dim() == 2,
+        "hc_write: y [T, H] and streams [T, C, H] must be bf16 or float32");
+  i64 m = streams.size(0), h = streams.size(2), n = streams.size(1);
+  check(y.size(0) == m && y.size(1) == h && post.is(Type::f32) && post.numel() == m * n && comb.is(Type::f32) &&
+            comb.numel() == m * n * n,
         "hc_write: post must be float32 [T, C] and comb [T, C, C]");
   streams.contiguous();
   const float *po = post.contiguous().data<float>(), *co = comb.contiguous().data<float>();
   i64 stride = y.row_stride();
   Tensor z = Tensor::like(streams);
-  typed(streams, [&](auto* in) {
-    typed(y, [&](auto* add) {
-      auto* out = z.data<std::remove_pointer_t<decltype(in)>>();
-      parallel(m, 0.1 * double(c * (c + 1) * h), [&](i64 begin, i64 end) {
-        for (i64 i = begin; i < end; i++)
-          for (i64 j = 0; j < h; j += 16) {
-            vf v = load_from(add + i * stride, j, h);
-            for (i64 a = 0; a < c; a++) {
-              vf s = splat(po[i * c + a]) * v;
-              for (i64 k = 0; k < c; k++) s = s + splat(co[(i * c + k) * c + a]) * load_from(in + (i * c + k) * h, j, h);
-              store_to(out + (i * c + a) * h, j, h, s);
-            }
+  auto run = [&](auto* in, auto* add, auto c) {
+    auto* out = z.data<std::remove_pointer_t<decltype(in)>>();
+    parallel(m, 0.03 * double(c * (c + 1) * h), [&](i64 begin, i64 end) {
+      for (i64 i = begin; i < end; i++)
+        columns(h, [&](i64 j, auto w) {
+          vf r[kMaxStreams], v = load_n(add + i * stride + j, w);
+          for (int k = 0; k < c; k++) r[k] = load_n(in + (i * c + k) * h + j, w);
+          for (int a = 0; a < c; a++) {
+            vf s = splat(po[i * c + a]) * v;
+            for (int k = 0; k < c; k++) s = s + splat(co[(i * c + k) * c + a]) * r[k];
+            store_n(out + (i * c + a) * h + j, s, w);
           }
-      });
+        });
     });
-  });
+  };
+  with_streams(n, "hc_write: more than 8 streams",
+               [&](auto c) { typed(streams, [&](auto* in) { typed(y, [&](auto* add) { run(in, add, c); }); }); });
   return z;
 }
 
 Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weight, Tensor& is_image, double eps) {
-  check(is_float(streams) && streams.dim() == 3 && is_float(kv) && kv.dim() == 2, "engram_gate: streams [T, C, H] and kv [T, (C+1)*H] must be bf16 or float32");
+  check(is_float(streams) && streams.dim() == 3 && is_float(kv) && kv.dim() == 2,
+        "engram_gate: streams [T, C, H] and kv [T, (C+1)*H] must be bf16 or float32");
   i64 m = streams.size(0), c = streams.size(1), h = streams.size(2);
-  check(kv.size(0) == m && kv.size(1) == (c + 1) * h && is_float(q_weight) && q_weight.numel() == c * h && k_weight.type() == q_weight.type() &&
-            k_weight.numel() == c * h && is_image.is(Type::boolean) && is_image.numel() == m,
+  check(kv.size(0) == m && kv.size(1) == (c + 1) * h && is_float(q_weight) && q_weight.numel() == c * h &&
+            k_weight.type() == q_weight.type() && k_weight.numel() == c * h && is_image.is(Type::boolean) &&
+            is_image.numel() == m,
         "engram_gate: kv must be [T, (C+1)*H], weights [C, H] of one dtype, is_image bool [T]");
   streams.contiguous();
   q_weight.contiguous();
@@ -228,7 +249,7 @@ Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weig
   float* qk = scratch<float>(kValues, c * h);
   typed(q_weight, [&](auto* q) {
     auto* k = k_weight.data<std::remove_pointer_t<decltype(q)>>();
-    for (i64 j = 0; j < c * h; j += 16) store_to(qk, j, c * h, load_from(q, j, c * h) * load_from(k, j, c * h));
+    columns(c * h, [&](i64 j, auto n) { store_n(qk + j, load_n(q + j, n) * load_n(k + j, n), n); });
   });
   Tensor z = Tensor::like(streams);
   auto run = [&](auto* in, auto* key) {
@@ -239,16 +260,18 @@ Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weig
           auto* r = in + (i * c + a) * h;
           auto *k = key + i * stride + a * h, *v = key + i * stride + c * h;
           vf rr = splat(0.0f), kk = rr, rk = rr;
-          for (i64 j = 0; j < h; j += 16) {
-            vf x = load_from(r, j, h), y = load_from(k, j, h);
+          columns(h, [&](i64 j, auto n) {
+            vf x = load_n(r + j, n), y = load_n(k + j, n);
             rr = fma(x, x, rr), kk = fma(y, y, kk);
-            rk = fma(x * load_from(qk + a * h, j, h), y, rk);
-          }
+            rk = fma(x * load_n(qk + a * h + j, n), y, rk);
+          });
           float norm = inverse_rms(sum(rr), h, float(eps)) * inverse_rms(sum(kk), h, float(eps));
           float dot = sum(rk) * norm * float(1.0 / __builtin_sqrt(double(h)));
           float mag = __builtin_fabsf(dot), root = __builtin_copysignf(__builtin_sqrtf(mag > 1e-6f ? mag : 1e-6f), dot);
           vf gate = image[i] ? splat(0.0f) : sigmoid(splat(root));
-          for (i64 j = 0; j < h; j += 16) store_to(out + (i * c + a) * h, j, h, load_from(r, j, h) + gate * load_from(v, j, h));
+          columns(h, [&](i64 j, auto n) {
+            store_n(out + (i * c + a) * h + j, load_n(r + j, n) + gate * load_n(v + j, n), n);
+          });
         }
     });
   };
@@ -258,6 +281,7 @@ Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weig
 
 }  // namespace
 
-const Entry rowwise_ops[] = {DI_OP(rms_norm), DI_OP(rope), DI_OP(hc_mix), DI_OP(hc_collapse), DI_OP(hc_write), DI_OP(engram_gate), DI_OPS_END};
+const Entry rowwise_ops[] = {DI_OP(rms_norm), DI_OP(rope),        DI_OP(hc_mix), DI_OP(hc_collapse),
+                             DI_OP(hc_write), DI_OP(engram_gate), DI_OPS_END};
 
 }  // namespace DI_ISA

@@ -2,9 +2,10 @@
 //
 // Belongs here: arithmetic that all families share. Does not belong here: memory, tensors (common.h), loops (gemm.h).
 //
-// A vector always has 16 lanes, made of one, two or four registers. Sums over lanes add lane i and i+8, then i+4, i+2, i+1.
-// `fma` is fused everywhere (AVX2 builds require FMA) and the compiler may not fuse on its own (-ffp-contract=off); so
-// AVX-512, AVX2 and other builds agree bit for bit, which a recorded result or a mixed cluster can rely on.
+// A vector always has 16 lanes, made of one, two or four registers. Sums over lanes add lane i and i+8, then i+4, i+2,
+// i+1. `fma` is fused everywhere (AVX2 builds require FMA) and the compiler may not fuse on its own
+// (-ffp-contract=off); so AVX-512, AVX2 and other builds agree bit for bit, which a recorded result or a mixed cluster
+// can rely on.
 #pragma once
 
 #include "common.h"
@@ -39,10 +40,10 @@ struct vi {
 };
 
 // Runs a statement for each register i of a vector. Written out: GCC keeps arrays that a loop indexes in memory.
-#define DI_PART(n, ...)     \
-  {                         \
-    constexpr int i = n;    \
-    __VA_ARGS__;            \
+#define DI_PART(n, ...)  \
+  {                      \
+    constexpr int i = n; \
+    __VA_ARGS__;         \
   }
 #if defined(__AVX512F__)
 #define DI_PARTS(...) DI_PART(0, __VA_ARGS__)
@@ -51,18 +52,24 @@ struct vi {
 #else
 #define DI_PARTS(...) DI_PART(0, __VA_ARGS__) DI_PART(1, __VA_ARGS__) DI_PART(2, __VA_ARGS__) DI_PART(3, __VA_ARGS__)
 #endif
-#define DI_BINARY(R, T, op)             \
-  DI_INLINE R operator op(T a, T b) {   \
-    R r;                                \
+#define DI_BINARY(R, T, op)              \
+  DI_INLINE R operator op(T a, T b) {    \
+    R r;                                 \
     DI_PARTS(r.p[i] = a.p[i] op b.p[i]); \
-    return r;                           \
+    return r;                            \
   }
-DI_BINARY(vf, vf, +) DI_BINARY(vf, vf, -) DI_BINARY(vf, vf, *) DI_BINARY(vf, vf, /)
-DI_BINARY(vi, vf, <) DI_BINARY(vi, vf, >) DI_BINARY(vi, vf, >=) DI_BINARY(vi, vf, ==) DI_BINARY(vi, vf, !=)
-DI_BINARY(vi, vi, +) DI_BINARY(vi, vi, -) DI_BINARY(vi, vi, &) DI_BINARY(vi, vi, |) DI_BINARY(vi, vi, >)
+DI_BINARY(vf, vf, +)
+DI_BINARY(vf, vf, -)
+DI_BINARY(vf, vf, *)
+DI_BINARY(vf, vf, /)
+DI_BINARY(vi, vf, <)
+DI_BINARY(vi, vf, >)
+DI_BINARY(vi, vf, >=)
+DI_BINARY(vi, vf, ==) DI_BINARY(vi, vf, !=) DI_BINARY(vi, vi, +) DI_BINARY(vi, vi, -) DI_BINARY(vi, vi, &)
+    DI_BINARY(vi, vi, |) DI_BINARY(vi, vi, >)
 #undef DI_BINARY
 
-DI_INLINE vf splat(float x) {
+        DI_INLINE vf splat(float x) {
   vf r;
   DI_PARTS(r.p[i] = x - nf{});
   return r;
@@ -167,7 +174,7 @@ DI_INLINE uint32_t float_to_bits(float f) {
   return u;
 }
 
-// ---- sums over lanes -----------------------------------------------------------------------------------------------
+// ---- sums over lanes ----
 
 DI_INLINE f4 fold(vf a) {  // 16 -> 4 lanes
 #if defined(__AVX512F__)
@@ -199,22 +206,30 @@ DI_INLINE int32_t isum(vi a) {
   return r;
 }
 DI_INLINE float max_lane(vf a) {
-  float tmp[16], m[8];
-  store(tmp, a);
-  for (int i = 0; i < 8; i++) m[i] = tmp[i] > tmp[i + 8] ? tmp[i] : tmp[i + 8];
-  for (int w = 4; w; w /= 2)
-    for (int i = 0; i < w; i++) m[i] = m[i] > m[i + w] ? m[i] : m[i + w];
-  return m[0];
+  auto larger = [](auto p, auto q) { return p > q ? p : q; };
+#if defined(__AVX512F__)
+  f8 h = larger(__builtin_shufflevector(a.p[0], a.p[0], 0, 1, 2, 3, 4, 5, 6, 7),
+                __builtin_shufflevector(a.p[0], a.p[0], 8, 9, 10, 11, 12, 13, 14, 15));
+  f4 t = larger(__builtin_shufflevector(h, h, 0, 1, 2, 3), __builtin_shufflevector(h, h, 4, 5, 6, 7));
+#elif defined(__AVX2__)
+  f8 h = larger(a.p[0], a.p[1]);
+  f4 t = larger(__builtin_shufflevector(h, h, 0, 1, 2, 3), __builtin_shufflevector(h, h, 4, 5, 6, 7));
+#else
+  f4 t = larger(larger(a.p[0], a.p[1]), larger(a.p[2], a.p[3]));
+#endif
+  t = larger(t, __builtin_shufflevector(t, t, 2, 3, 0, 1));
+  return larger(t[0], t[1]);
 }
 
-// ---- narrow loads and stores ---------------------------------------------------------------------------------------
+// ---- narrow loads and stores ----
 
 // GCC 12 turns __builtin_convertvector between 1 and 4 bytes into scalar code (10 times slower), hence intrinsics.
 DI_INLINE vi load_u8(const u8* p) {
 #if defined(__AVX512F__)
   return {{(ni)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}};
 #elif defined(__AVX2__)
-  return {{(ni)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), (ni)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))}};
+  return {{(ni)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+           (ni)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))}};
 #else
   vi r;
   DI_PARTS(for (int l = 0; l < V; l++) r.p[i][l] = p[i * V + l]);
@@ -273,34 +288,44 @@ DI_INLINE void store_u8(u8* p, vi a) {  // 0..255
   DI_PARTS(for (int l = 0; l < V; l++) p[i * V + l] = u8(a.p[i][l]));
 #endif
 }
-// First n < 16 lanes.
+// ---- rows of any length ----
+
+// f(j, width) for j = 0, 16, ... below n; `width` is Whole (known at compile time), or the lanes left at the end.
+using Whole = std::integral_constant<int, 16>;
+template <class F>
+DI_INLINE void columns(i64 n, F&& f) {
+  i64 j = 0;
+  for (; j + 16 <= n; j += 16) f(j, Whole());
+  if (j < n) f(j, n - j);
+}
 template <class T>
-DI_INLINE vf load_part(const T* p, int n) {
+DI_INLINE vf load_n(const T* p, Whole) {
+  return load(p);
+}
+template <class T>
+DI_INLINE vf load_n(const T* p, i64 n) {
+  if (n >= 16) return load(p);
   T tmp[16] = {};
-  __builtin_memcpy(tmp, p, n * sizeof(T));
+  __builtin_memcpy(tmp, p, size_t(n) * sizeof(T));
   return load(tmp);
 }
 template <class T>
-DI_INLINE void store_part(T* p, vf a, int n) {
+DI_INLINE void store_n(T* p, vf a, Whole) {
+  store(p, a);
+}
+template <class T>
+DI_INLINE void store_n(T* p, vf a, i64 n) {
+  if (n >= 16) return store(p, a);
   T tmp[16];
   store(tmp, a);
-  __builtin_memcpy(p, tmp, n * sizeof(T));
-}
-// store of the lanes below n - i of a row of n.
-template <class T>
-DI_INLINE void store_to(T* row, i64 i, i64 n, vf a) {
-  if (i + 16 <= n) store(row + i, a);
-  else store_part(row + i, a, int(n - i));
-}
-template <class T>
-DI_INLINE vf load_from(const T* row, i64 i, i64 n) {
-  return i + 16 <= n ? load(row + i) : load_part(row + i, int(n - i));
+  __builtin_memcpy(p, tmp, size_t(n) * sizeof(T));
 }
 
-// ---- formats (spec/model.md section 4) -----------------------------------------------------------------------------
+// ---- formats (spec/model.md section 4) ----
 
 DI_INLINE float e8m0(u8 c) { return bits_to_float(c ? uint32_t(c) << 23 : 1u << 22); }
-DI_INLINE float e8m0_inverse(u8 c) { return bits_to_float(c < 254 ? uint32_t(254 - c) << 23 : 1u << 22); }  // c = 1..254
+// 1 / e8m0(c) for c = 1..254.
+DI_INLINE float e8m0_inverse(u8 c) { return bits_to_float(c < 254 ? uint32_t(254 - c) << 23 : 1u << 22); }
 DI_INLINE u8 e8m0_ceil(float x) {
   uint32_t u = float_to_bits(x);
   return u8((u >> 23) + ((u & 0x7fffff) != 0));
@@ -339,13 +364,16 @@ DI_INLINE vi e4m3_code(vf x) {
   code = select(x != x, isplat(0x7f), code);
   return code | (sar(bits(x), 24) & isplat(0x80));
 }
-DI_INLINE vf clamp448(vf x) { return select(x > splat(448.0f), splat(448.0f), select(x < splat(-448.0f), splat(-448.0f), x)); }
+DI_INLINE vf clamp448(vf x) {
+  return select(x > splat(448.0f), splat(448.0f), select(x < splat(-448.0f), splat(-448.0f), x));
+}
 
 // 32 packed e2m1 codes times `scale`: the 16 even columns, then the 16 odd ones (nobody needs them interleaved).
 DI_INLINE void e2m1(const u8* p, float scale, vf& even, vf& odd) {
   vi c = load_u8(p);
 #if defined(__AVX512F__)
-  const __m512 values = _mm512_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f);
+  const __m512 values =
+      _mm512_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f);
   __m512 table = _mm512_mul_ps(values, _mm512_set1_ps(scale));
   even.p[0] = (nf)_mm512_permutexvar_ps((__m512i)c.p[0], table);
   odd.p[0] = (nf)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)c.p[0], 4), table);
@@ -382,7 +410,7 @@ DI_INLINE vi e2m1_code(vf x) {
   return (isplat(0) - below) | (sar(bits(x), 28) & isplat(8));
 }
 
-// ---- functions -----------------------------------------------------------------------------------------------------
+// ---- functions ----
 
 // e^x, relative error below 2e-7; 0 below -87.3.
 DI_INLINE vf exp(vf x) {

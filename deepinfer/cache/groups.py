@@ -96,6 +96,11 @@ def size_pools(
             )
     limit = max_model_len or min(model_limit, num_pages * page_size)
     sizes = PoolSizes(num_pages, max_num_seqs, page_size, limit, page_bytes, slot_bytes)
+    if sizes.total_bytes > free_bytes:  # said here, because the system would end the process without a word
+        raise ConfigError(
+            f"{num_pages} pages and {max_num_seqs} request slots need {human(sizes.total_bytes)}, "
+            f"{human(free_bytes)} are free: lower num_pages, kv_cache_memory_bytes or max_num_seqs"
+        )
     if limit > sizes.num_tokens:
         logger.warning(
             "max_model_len %d exceeds the pool of %d tokens; longer requests are refused",

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from deepinfer.cli import options
 from deepinfer.cli.prompts import open_llm, render
 from deepinfer.errors import DeepInferError, RequestError
+from deepinfer.params import SamplingParams
 from deepinfer.text.batch_file import BatchRequest, ResultFile, error_line, read_batch, result_line
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def run_batch(model: str, source: str, target: str, max_inflight: int | None, **
     Exit code 1 when a result is an error.
     """
     config = options.engine_config(model, values)
-    requests = read_batch(source, options.default_params(model))
+    requests = read_batch(source, SamplingParams.defaults_of(model))
     results = ResultFile(target, {request.custom_id for request in requests})
     num_errors = 0
     try:

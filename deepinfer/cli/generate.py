@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from deepinfer.cli import options
 from deepinfer.cli.prompts import Prompt, as_llm_prompt, open_llm, read_prompts, shown, terminal_text
 from deepinfer.errors import RequestError
 from deepinfer.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from deepinfer.llm import LLM
 
 
 @click.command(cls=options.Command, short_help="Continue prompts.")
@@ -40,7 +43,7 @@ def generate(model: str, prompt: tuple[str, ...], prompts_file: str | None, as_j
         raise RequestError("no prompts: give --prompt TEXT or --prompts-file FILE")
 
     with open_llm(config) as llm:
-        made = [as_llm_prompt(item, llm) for item in prompts]
+        made = [_made(number, item, len(prompts), llm) for number, item in enumerate(prompts)]
         begin = time.monotonic()
         outputs = llm.generate([item for item, _ in made], params)
         seconds = time.monotonic() - begin
@@ -54,6 +57,13 @@ def generate(model: str, prompt: tuple[str, ...], prompts_file: str | None, as_j
         tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
         click.echo(f"{len(outputs)} prompts, {tokens} tokens in {seconds:.1f} s", err=True)
     return 1 if any(output.error for output in outputs) else 0
+
+
+def _made(number: int, prompt: Prompt, count: int, llm: LLM) -> tuple[Prompt, str | None]:
+    try:
+        return as_llm_prompt(prompt, llm)
+    except RequestError as error:
+        raise RequestError(f"prompt {number} of {count}: {error}") from error
 
 
 def _print(source: Prompt, output: RequestOutput) -> None:

@@ -12,14 +12,12 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from deepinfer.config import EngineConfig
-from deepinfer.errors import CheckpointError
 from deepinfer.params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -94,10 +92,10 @@ def _value_type(hint: Any) -> tuple[Value | click.Choice[str] | None, bool]:
         return click.Choice(typing.get_args(kinds[0])), False
     if Sequence in origins:
         (item,) = typing.get_args(kinds[origins.index(Sequence)])
-        return (Value("ID,ID,...", _ids, optional), False) if item is int else (Value("TEXT", str, False), True)
+        return (Value("ID[,ID...]", _ids, optional), False) if item is int else (Value("TEXT", str, False), True)
     if Mapping in origins:
         of_ids = typing.get_args(kinds[origins.index(Mapping)])[0] is int
-        return Value("ID=BIAS,...", _biases, optional) if of_ids else Value("JSON", _json, optional), False
+        return Value("ID=BIAS[,...]", _biases, optional) if of_ids else Value("JSON", _json, optional), False
     return Value({int: "INTEGER", float: "NUMBER", str: "TEXT"}[kinds[0]], kinds[0], optional), False
 
 
@@ -160,18 +158,7 @@ def sampling_params(model: str, values: Mapping[str, Any]) -> SamplingParams:
     """
     changes = given(SamplingParams, values)
     SamplingParams(**changes)  # the options by themselves first: their errors should not depend on the checkpoint
-    return default_params(model).replace(**changes)
-
-
-def default_params(model: str) -> SamplingParams:
-    """What the checkpoint recommends in generation_config.json, else the defaults of SamplingParams."""
-    path = Path(model, "generation_config.json")
-    try:
-        return SamplingParams.defaults_from(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return SamplingParams()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return SamplingParams.defaults_of(model).replace(**changes)
 
 
 def engine_config(model: str, values: Mapping[str, Any]) -> EngineConfig:

@@ -58,7 +58,7 @@ def _items(path: str, text: str, problems: list[str]) -> Iterator[tuple[str, Any
     if path.endswith(".json"):
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"not JSON: {error}")
             return
         yield from ((f"item {i}", value) for i, value in enumerate(values if isinstance(values, list) else [values]))
@@ -68,7 +68,7 @@ def _items(path: str, text: str, problems: list[str]) -> Iterator[tuple[str, Any
             continue
         try:
             yield f"line {number}", json.loads(line) if path.endswith(".jsonl") else line
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"line {number}: not JSON: {error}")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
 import os
 import tempfile
@@ -29,7 +28,7 @@ from deepinfer.engine.requests import Limits, Prompt, Request
 from deepinfer.engine.runner import Model, Runner, StepResult
 from deepinfer.engine.sampler import SeedSource
 from deepinfer.engine.scheduler import Scheduler, StepPlan
-from deepinfer.errors import CheckpointError, ConfigError, EngineError
+from deepinfer.errors import ConfigError, EngineError
 from deepinfer.model import checkpoint, synthetic
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.state import ModelState
@@ -226,7 +225,7 @@ def load_engine(config: EngineConfig) -> Engine:
         token_map = torch.from_numpy(engram_token_map(tokenizer, model_config.vocab_size, num_classes=classes))
     model = Transformer(model_config, weights, token_map, numerics=config.numerics)
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    engine = Engine(config, model_config, model, tokenizer, _default_params(folder))
+    engine = Engine(config, model_config, model, tokenizer, SamplingParams.defaults_of(folder))
     seconds = time.monotonic() - begin
     logger.info("%s: %d tensors, %s of weights, ready in %.1f s", folder, len(weights), human(size), seconds)
     return engine
@@ -263,17 +262,6 @@ def _generator_digest() -> str:
     """Names the code that writes synthetic checkpoints: a newer version never meets an older folder."""
     sources = (Path(str(module.__file__)).read_bytes() for module in (synthetic, checkpoint))
     return hashlib.blake2b(b"".join(sources), digest_size=4).hexdigest()
-
-
-def _default_params(folder: Path) -> SamplingParams:
-    """What the checkpoint's generation_config.json recommends; the plain defaults where it has none."""
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return SamplingParams()
-    try:
-        return SamplingParams.defaults_from(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def _size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:

@@ -68,14 +68,17 @@ def read_batch(path: str | Path, defaults: SamplingParams) -> list[BatchRequest]
         if not line.strip():
             continue
         try:
-            request = _request(number, json.loads(line), defaults)
+            value = json.loads(line)
+            if b"\\u" in line:  # the escape of half a character passes JSON, but no result file can hold it
+                json.dumps(value, ensure_ascii=False).encode()
+            request = _request(number, value, defaults)
             if request.custom_id in seen:
                 raise RequestError(f"custom_id {request.custom_id!r} is that of line {seen[request.custom_id]} already")
             seen[request.custom_id] = number
             requests.append(request)
         except DeepInferError as error:
             problems.append(f"line {number}: {error}")
-        except ValueError as error:  # not JSON, or not UTF-8
+        except (ValueError, RecursionError) as error:  # not JSON, not Unicode, or nested beyond sense
             problems.append(f"line {number}: not a JSON object: {error}")
     if not requests and not problems:
         problems.append("no requests in it")
@@ -115,6 +118,9 @@ def _request(line: int, value: Any, defaults: SamplingParams) -> BatchRequest:
             options["thinking"] = switch["type"] == "enabled"
         if body.get("tool_choice") == "none":
             options.pop("tools", None)
+        from deepinfer.text import chat  # here, so that --help need not load what it imports
+
+        chat.check(body["messages"], **options)
         return BatchRequest(line, custom_id, kind, model, params, messages=body["messages"], chat_options=options)
     return BatchRequest(line, custom_id, kind, model, params, prompts=_prompts(body["prompt"]))
 
@@ -181,7 +187,8 @@ def _sampling(kind: Kind, body: Mapping[str, Any]) -> dict[str, Any]:
         case "json_object":
             values["so_args"] = {"json_object": True}
         case "json_schema":
-            values["so_args"] = {"json_schema": constraint.get("json_schema", {}).get("schema")}
+            schema = constraint.get("json_schema")
+            values["so_args"] = {"json_schema": schema.get("schema") if isinstance(schema, dict) else schema}
         case other:
             raise RequestError(f"response_format is {other!r}; it must be text, json_object or json_schema")
     return values

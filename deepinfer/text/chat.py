@@ -77,9 +77,48 @@ def render(
     Raises RequestError for whatever the format does not allow.
     """
     effort = _check_effort(thinking, reasoning_effort)
-    plain_messages, images = _detach_images(messages)
+    converted, prompt, images = _convert(messages, tools, tool_choice, thinking, effort, response_format)
     if images and image_token is None:
         raise RequestError(f"the messages hold {len(images)} images, but this checkpoint has no vision tower")
+    pieces = _split(prompt.prompt, prompt.special_ranges)
+    if isinstance(effort, int) and converted.conversation.thinking_mode:
+        pieces[2] = (_set_effort(pieces[2][0], effort), False)  # after BOS and the system token
+    options = converted.parsing_options
+    stages = [name for name, stage in _STAGES.items() if stage == options.thinking_initial_stage]
+    return RenderedChat(
+        text="".join(piece for piece, _ in pieces),
+        token_ids=_encode(pieces, tokenizer, image_token),
+        images=[images[int((source.url or "").removeprefix(_STUB))] for source in prompt.image_sources],
+        special_ranges=_ranges(pieces),
+        stage=stages[0] if stages else None,
+        tools=options.parse_tool_calls,
+        forced_call=options.starts_in_tool_calls,
+    )
+
+
+def check(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    thinking: bool | None = None,
+    reasoning_effort: str | int | None = None,
+) -> None:
+    """Raise what `render` would raise about the format; needs no tokenizer, so files are checked before a model."""
+    _convert(messages, tools, None, thinking, _check_effort(thinking, reasoning_effort), None)
+
+
+def _convert(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None,
+    thinking: bool | None,
+    effort: str | int | None,
+    response_format: Mapping[str, Any] | None,
+) -> tuple[recipe.ConversationRequest, recipe.RenderedPrompt, list[ImageInput]]:
+    """The conversation as deepseek-recipe understands and spells it, and the images of its messages."""
+    plain_messages, images = _detach_images(messages)
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise RequestError(f"tools must be a list of dicts, not {type(tools).__name__}")
     body = {
         "model": _MODEL,
         "messages": plain_messages,
@@ -95,21 +134,7 @@ def render(
         prompt = recipe.DeepseekV41Encoding().render_conversation(converted.conversation)
     except (recipe.ConversionError, ValueError, TypeError) as exc:
         raise RequestError(f"chat request: {exc}") from exc
-
-    pieces = _split(prompt.prompt, prompt.special_ranges)
-    if isinstance(effort, int) and converted.conversation.thinking_mode:
-        pieces[2] = (_set_effort(pieces[2][0], effort), False)  # after BOS and the system token
-    options = converted.parsing_options
-    stages = [name for name, stage in _STAGES.items() if stage == options.thinking_initial_stage]
-    return RenderedChat(
-        text="".join(piece for piece, _ in pieces),
-        token_ids=_encode(pieces, tokenizer, image_token),
-        images=[images[int((source.url or "").removeprefix(_STUB))] for source in prompt.image_sources],
-        special_ranges=_ranges(pieces),
-        stage=stages[0] if stages else None,
-        tools=options.parse_tool_calls,
-        forced_call=options.starts_in_tool_calls,
-    )
+    return converted, prompt, images
 
 
 def parse(

@@ -63,6 +63,8 @@ def test_an_explicit_length_may_exceed_the_pool_with_a_warning(caplog: pytest.Lo
         ({"memory_bytes": MIB}, r"kv_cache_memory_bytes is 1048576, but .* need \d+"),
         ({"max_model_len": 2_000_000}, "max_model_len is 2000000, .* 1048576 positions"),
         ({"free_bytes": MIB}, "MiB are free: lower max_num_seqs"),
+        ({"num_pages": 10**9}, r"1000000000 pages .* need \d+.* GiB, 64.0 GiB are free"),
+        ({"memory_bytes": 65 << 30}, r"need 65.0 GiB, 64.0 GiB are free"),
     ],
 )
 def test_what_does_not_fit_names_both_numbers(options: dict[str, int], message: str) -> None:

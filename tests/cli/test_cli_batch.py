@@ -56,7 +56,7 @@ def test_results_come_in_order_and_errors_stay_with_their_line(
         request(3, prompt="x" * 5000),
         request(4, prompt=["a", "b"], n=2, temperature=0.9),
         chat(5, response_format={"type": "json_object"}),
-        chat(6, messages=[{"role": "nobody", "content": "Hi"}]),
+        chat(6, messages=[{"role": "user", "content": [{"type": "image", "image": "/absent.png"}]}]),
     ]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     result = deepinfer("run-batch", "-m", "mock", "-i", source, "-o", target)
@@ -65,6 +65,7 @@ def test_results_come_in_order_and_errors_stay_with_their_line(
     assert [line["custom_id"] for line in found] == [f"id-{i}" for i in range(7)]
     failed = {i: line["error"]["message"] for i, line in enumerate(found) if line["error"]}
     assert sorted(failed) == [1, 3, 5, 6]
+    assert "absent.png" in failed[6]
     assert "9999" in failed[1] and "max_model_len" in failed[3] and "structured output" in failed[5]
     assert len(found[4]["response"]["body"]["choices"]) == 4
     (choice,) = found[2]["response"]["body"]["choices"]
@@ -75,9 +76,10 @@ def test_nothing_is_loaded_or_written_for_a_bad_file(
     deepinfer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "open_llm", lambda config: pytest.fail("the model was loaded"))
-    source = write(tmp_path / "in.jsonl", [request(0), request(0), request(1, bogus=1)])
+    nobody = [{"role": "nobody", "content": "Hi"}]
+    source = write(tmp_path / "in.jsonl", [request(0), request(0), request(1, bogus=1), chat(2, messages=nobody)])
     result = deepinfer("run-batch", "-m", "mock", "-i", source, "-o", tmp_path / "out.jsonl")
-    assert result.code == 2 and "line 2" in result.err and "line 3" in result.err
+    assert result.code == 2 and all(f"line {number}" in result.err for number in (2, 3, 4))
     assert not (tmp_path / "out.jsonl").exists()
 
 

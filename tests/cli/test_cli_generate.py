@@ -46,6 +46,19 @@ def test_a_bad_prompt_is_told_before_anything_runs(deepinfer: Callable[..., Any]
     assert mock_model.steps == []
 
 
+@pytest.mark.parametrize(
+    "chat", [{"messages": []}, {"messages": ["x"]}, {"messages": [{"role": "user", "content": "x"}], "tools": 5}]
+)
+def test_a_bad_conversation_is_told_by_its_number(
+    deepinfer: Callable[..., Any], mock_model: Any, tmp_path: Path, chat: Any
+) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(["fine", chat]))
+    result = deepinfer("generate", "-m", "mock", "-f", path, *SHORT)
+    assert result.code == 2 and result.out == "" and "error: prompt 1 of 2: " in result.err
+    assert mock_model.steps == []
+
+
 def test_a_request_that_fails_while_it_runs_gives_exit_code_1(deepinfer: Callable[..., Any], mock_model: Any) -> None:
     mock_model.answer = lambda history: torch.full((512,), float("nan"))
     result = deepinfer("generate", "-m", "mock", "-p", "x", "--json")

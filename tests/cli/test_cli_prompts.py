@@ -65,6 +65,7 @@ def test_every_bad_item_is_told(tmp_path: Path) -> None:
         '{"prompt": "a", "thinking": true}': "unknown keys thinking",
         '{"prompt": "a", "multi_modal_data": "x.png"}': "multi_modal_data must be",
         "{": "not JSON",
+        "[" * 100_000: "not JSON",
     }
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join(['"fine"', *bad]))

@@ -177,11 +177,13 @@ def test_a_bad_environment_variable_is_an_error_and_an_unknown_one_a_warning(
 
 def test_generation_defaults_come_from_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "max_new_tokens": 9}))
-    params = options.default_params(str(tmp_path))
+    params = SamplingParams.defaults_of(tmp_path)
     assert (params.temperature, params.max_tokens) == (0.6, 9)
-    (tmp_path / "generation_config.json").write_text("[1")
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        options.default_params(str(tmp_path))
+    for content in ("[1", "[1]", "5", '{"top_p": 3}'):
+        (tmp_path / "generation_config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+            SamplingParams.defaults_of(tmp_path)
+    assert SamplingParams.defaults_of(tmp_path / "absent") == SamplingParams()
 
 
 def test_disk_full_and_closed_pipe_are_one_line(tmp_path: Path) -> None:

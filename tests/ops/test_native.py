@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -167,7 +169,7 @@ def _rows(g: torch.Generator, m: int) -> Iterator[tuple[str, Args]]:
 
 
 def _cache(g: torch.Generator, m: int) -> Iterator[tuple[str, Args]]:
-    slots, pos, row, _ = _run(m)
+    slots, pos, _, _ = _run(m)
     start = torch.where(slots == 1, 0, max(1, m // 2)).int()
     last = torch.where(slots == 1, int(pos[slots == 1].max()), int(pos.masked_fill(slots == 1, 0).max())).int()
     for pack in ("pack_window", "pack_latent", "pack_index"):
@@ -186,7 +188,13 @@ def _cache(g: torch.Generator, m: int) -> Iterator[tuple[str, Args]]:
             yield "index_page_write", (keys, index, table, slots, pos, ratio, PAGE)
             exact = torch.zeros((PAGES, entries, dim))
             yield "index_page_write", (exact, torch.randn((m, dim), generator=g), table, slots, pos, ratio, PAGE)
-        pair = (torch.randn((m, 2 * dim), generator=g) * 3, torch.randn((3, 8, 2 * dim), generator=g), slots, pos, start)
+        pair = (
+            torch.randn((m, 2 * dim), generator=g) * 3,
+            torch.randn((3, 8, 2 * dim), generator=g),
+            slots,
+            pos,
+            start,
+        )
         yield "pair_pool", (*pair, dim == 64)
     ids = torch.randint(0, 500, (m,), generator=g, dtype=torch.int32)
     past = torch.randint(-1, 500, (3, 8), generator=g, dtype=torch.int32)
@@ -298,14 +306,17 @@ def test_a_row_does_not_depend_on_the_batch(name: str) -> None:
             assert all(torch.equal(raw(p), raw(f[:rows])) for p, f in zip(part, full, strict=True)), (name, rows)
 
 
-@pytest.mark.parametrize("name", ["attention", "linear_fp8", "linear", "experts", "rms_norm", "hc_mix", "index_topk", "router"])
+@pytest.mark.parametrize(
+    "name", ["attention", "linear_fp8", "linear", "experts", "rms_norm", "hc_mix", "index_topk", "router"]
+)
 def test_the_last_row_alone(name: str) -> None:
     """Another row than the first, and one that sits in the padded part of a tile."""
     m = 17
     for args in larger(name, m):
         keep = WHOLE.get(name, ())
         alone = tuple(
-            a[-1:] if isinstance(a, Tensor) and i not in keep and a.dim() and a.shape[0] == m else a for i, a in enumerate(args)
+            a[-1:] if isinstance(a, Tensor) and i not in keep and a.dim() and a.shape[0] == m else a
+            for i, a in enumerate(args)
         )
         got, full = native_outputs(name, alone), native_outputs(name, args)
         assert all(torch.equal(raw(g), raw(f[-1:])) for g, f in zip(got, full, strict=True))
@@ -405,7 +416,9 @@ def test_every_bf16_is_quantised_like_the_reference() -> None:
 
 def test_nan_in_unused_memory_stays_there() -> None:
     for args in larger("attention", 6):
-        q, new, ring, slots, pos, _rows, first, floor, _sink, pool, selected, table, _scale, window, ratio, _page = args
+        q, _new, ring, slots, pos, _rows, first, floor, _sink, pool, selected, table, _scale, window, ratio, _page = (
+            args
+        )
         want = native_outputs("attention", args)[0]
         bad_ring, used = torch.full_like(ring, 255 if ring.dtype is torch.uint8 else float("nan")), set()
         for i in range(q.shape[0]):
@@ -462,7 +475,7 @@ def test_a_bad_index_raises_and_writes_nothing(name: str, argument: int, value: 
     args = list(copies(larger(name, 8)[0]))
     args[argument] = torch.full_like(args[argument], value)
     before = args[0].clone()
-    with pytest.raises(RuntimeError, match="out of range|below|outside"):
+    with pytest.raises(RuntimeError, match=r"out of range|below|outside"):
         registry.OPS[name].overload(*args)
     assert torch.equal(raw(before), raw(args[0]))
 
@@ -516,3 +529,16 @@ def test_build_is_optional_and_only_when_needed(
     (tmp_path / "x.so").write_bytes(b"DEEPINFER_STAMP=" + key.encode())
     monkeypatch.setattr(build, "_compile", lambda *a: pytest.fail("a current library was built again"))
     assert build.build() == tmp_path / "x.so"
+
+
+def test_code_that_runs_on_every_cpu_has_no_wide_registers() -> None:
+    """Loading the library on a CPU without AVX-512 must not run it: static initialisers and shared std:: templates."""
+    objdump = shutil.which("objdump")
+    if objdump is None or native.isa() == "generic":
+        pytest.skip("needs objdump and an x86-64 library")
+    dump = subprocess.run(
+        [objdump, "-d", "--no-show-raw-insn", native.LIBRARY], capture_output=True, text=True, check=True
+    )
+    functions = re.split(r"\n(?=[0-9a-f]+ <)", dump.stdout)
+    wide = [f.split(">", 1)[0] for f in functions if re.search(r"%zmm|%k[1-7]|%[xy]mm(1[6-9]|2\d|3[01])", f)]
+    assert wide and all("avx512" in name for name in wide)

@@ -113,6 +113,14 @@ BAD_LINES: list[tuple[Any, str]] = [
     (with_body(CHAT, top_logprobs=3), "needs logprobs: true"),
     (with_body(CHAT, thinking="yes"), "thinking is 'yes'"),
     (with_body(CHAT, response_format={"type": "xml"}), "response_format is 'xml'"),
+    (with_body(CHAT, response_format={"type": "json_schema", "json_schema": "x"}), "json_schema: "),
+    (with_body(CHAT, messages=[{"role": "user", "content": 5}]), "content should be a string or a list"),
+    (with_body(CHAT, messages=[{"role": "wizard", "content": "x"}]), "unknown variant `wizard`"),
+    (with_body(CHAT, tools=["x"]), "chat request"),
+    (with_body(CHAT, reasoning_effort="extreme"), "chat request"),
+    (with_body(COMPLETION, prompt="\ud800"), "surrogates not allowed"),
+    (with_body(COMPLETION, model="half \ud800"), "surrogates not allowed"),
+    ("[" * 100_000, "recursion"),
 ]
 
 

@@ -110,6 +110,9 @@ def test_effort_and_thinking(v41: Tokenizer) -> None:
         chat.text[a:b] in (BOS, "<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<think>")
         for a, b in chat.special_ranges
     )
+    for bad in (5, "f", {"type": "function"}):
+        with pytest.raises(RequestError, match="tools must be a list of dicts"):
+            user_chat(v41, "Hi", tools=bad)
     for bad in (0, 101, -1, True, 50.5, "extreme", ["low"]):
         with pytest.raises(RequestError, match=r"reasoning_effort|chat request"):
             user_chat(v41, "Hi", reasoning_effort=bad)

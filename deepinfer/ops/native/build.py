@@ -27,7 +27,8 @@ COMPILERS = ("g++", "clang++", "c++")
 ISA_FLAGS = {"avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
 # No fast-math and no contraction: the sources say where sums fuse, so every instruction set gives the same bits.
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes", "-Wno-maybe-uninitialized"),
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # nothing newer than torch 2.11
 )
@@ -102,7 +103,8 @@ def _compile(compiler: str, torch_dir: Path, key: str, tmp: Path, verbose: bool)
     def compile_one(job: tuple[Path, str, list[str]]) -> str:
         path, isa, extra = job
         out = str(tmp / f"{path.stem}.{isa}.o")
-        run([compiler, *FLAGS, *extra, f"-DDI_ISA={isa}", "-isystem", str(torch_dir / "include"), "-c", str(path), "-o", out])
+        include = ("-isystem", str(torch_dir / "include"))
+        run([compiler, *FLAGS, *extra, f"-DDI_ISA={isa}", *include, "-c", str(path), "-o", out])
         return out
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
