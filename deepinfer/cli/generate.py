@@ -34,13 +34,13 @@ def generate(model: str, prompt: tuple[str, ...], prompts_file: str | None, as_j
 
     Exit code 1 when a request failed while it ran.
     """
-    params = options.sampling_params(model, values)
     config = options.engine_config(model, values)
     prompts: list[Prompt] = [{"prompt": text} for text in prompt]
     if prompts_file is not None:
         prompts += read_prompts(prompts_file)
     if not prompts:
         raise RequestError("no prompts: give --prompt TEXT or --prompts-file FILE")
+    params = options.sampling_params(model, values)
 
     with open_llm(config) as llm:
         made = [_made(number, item, len(prompts), llm) for number, item in enumerate(prompts)]

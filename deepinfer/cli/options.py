@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -151,14 +152,23 @@ sampling_options = options_of(
 engine_options = options_of(EngineConfig, "Engine", skip=FROM_ARGUMENTS)
 
 
+def generation_defaults(model: str) -> SamplingParams:
+    """What the checkpoint recommends. A synthetic name is written to the cache first, as by LLM; needs torch."""
+    if not Path(model).is_dir():
+        from deepinfer.engine.core import checkpoint_folder
+
+        model = str(checkpoint_folder(model))
+    return SamplingParams.defaults_of(model)
+
+
 def sampling_params(model: str, values: Mapping[str, Any]) -> SamplingParams:
-    """The checkpoint's generation defaults with the given options over them. Needs no torch.
+    """The checkpoint's generation defaults with the given options over them.
 
     Raises RequestError for the options, CheckpointError for an unreadable generation_config.json.
     """
     changes = given(SamplingParams, values)
     SamplingParams(**changes)  # the options by themselves first: their errors should not depend on the checkpoint
-    return SamplingParams.defaults_of(model).replace(**changes)
+    return generation_defaults(model).replace(**changes)
 
 
 def engine_config(model: str, values: Mapping[str, Any]) -> EngineConfig:

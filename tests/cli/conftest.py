@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from deepinfer.cli import options
 from deepinfer.cli.main import run
 from deepinfer.config import EngineConfig
+from deepinfer.params import SamplingParams
 
 
 class Result(NamedTuple):
@@ -46,4 +48,5 @@ def mock_model(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Engine(exact, CONFIG, model, Tokenizer(TINY_TOKENIZER))
 
     monkeypatch.setattr(room, "load_engine", load)
+    monkeypatch.setattr(options, "generation_defaults", SamplingParams.defaults_of)  # "mock" is no checkpoint
     return model

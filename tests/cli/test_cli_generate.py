@@ -93,3 +93,12 @@ def test_the_real_path_from_make_checkpoint_to_text(deepinfer: Callable[..., Any
 def test_a_checkpoint_that_cannot_be_made(deepinfer: Callable[..., Any], tmp_path: Path, name: str) -> None:
     result = deepinfer("make-checkpoint", name, tmp_path / "new")
     assert result.code == 2 and name in result.err and result.err.count("\n") == 1
+
+
+def test_a_model_by_name_uses_its_generation_config(deepinfer: Callable[..., Any], monkeypatch: Any) -> None:
+    """`-m tiny` samples as `LLM("tiny")` does, also when the folder does not exist before the command."""
+    from deepinfer.cli.options import generation_defaults
+
+    assert generation_defaults("tiny").top_p == 0.95
+    result = deepinfer("generate", "-m", "no-such-name", "-p", "x")
+    assert result.code == 2 and "neither a folder nor a synthetic checkpoint" in result.err

@@ -1,4 +1,4 @@
-"""The whole model on an NVIDIA GPU through the reference ops: golden arrays, and text equal to the CPU's in exact numerics.
+"""The whole model on an NVIDIA GPU through the reference ops: golden arrays, and exact text equal to the CPU's.
 
 Skipped without CUDA. `python tests/gpu/test_cuda.py` runs it where pytest is not installed.
 """
