@@ -21,7 +21,6 @@ from deepinfer.engine.requests import ImageSpan, Prompt, Request
 from deepinfer.errors import DeepInferError, EngineError, RequestError
 from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
-from deepinfer.text import chat
 from deepinfer.text.images import ImageInput, place_spans, preprocess
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
@@ -248,6 +247,8 @@ class LLM:
     def _render(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
         config = self.engine.model_config
         image_token = None if config.vision is None else config.image_token_id
+        from deepinfer.text import chat  # deepseek-recipe, which plain prompts do not need
+
         rendered = chat.render(messages, tokenizer=self.engine.tokenizer, image_token=image_token, **options)
         return self._place(rendered.text, rendered.token_ids, rendered.images)
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deepinfer.errors import CheckpointError
+from deepinfer.model.checkpoint import INDEX
 from deepinfer.text.tokenizer import Tokenizer, engram_token_map
 from deepinfer.verify import rules
 from deepinfer.verify.arrays import Bench, arrays
@@ -41,6 +42,9 @@ def verify(path: str | Path, *, device: str = "cpu") -> Iterator[tuple[str, Chec
         for check in _verify_units(unit_file, device):
             yield "units", check
     for folder in folders:
+        if len(folders) > 1 and not (folder / INDEX).is_file():
+            yield folder.name, rules.skipped(GOLDEN, "no weights in this folder, so nothing to recompute it from")
+            continue
         for check in verify_checkpoint(folder, device=device):
             yield folder.name, check
 

@@ -73,6 +73,14 @@ def test_a_wrong_number_fails(tmp_path: Path) -> None:
     assert failed == {"p2.logits_official_fp32", "p2.route.0_exact", "p9.logits_quant", "nobody_knows"}
 
 
+def test_a_folder_without_weights_is_skipped_by_name() -> None:
+    """tests/data/lite holds a few arrays and no weights: the walk says so and goes on."""
+    found = list(verify(DATA))
+    assert [c.verdict for name, c in found if name == "lite"] == ["skip"]
+    assert sum(c.verdict == "pass" for name, c in found if name == "tiny") >= EXPECTED["tiny"][0]
+    assert not [c for _, c in found if c.verdict == "fail"]
+
+
 def test_nothing_to_verify(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"golden\.safetensors"):
         list(verify(tmp_path))
