@@ -68,6 +68,7 @@ class Runner:
             kept=None if plan.kept is None else self._tensor(plan.kept),
             image_rows=image_rows,
             image_embeds=image_embeds,
+            want_taps=False,
         )
         return _read(plan, self.model.forward(inputs, self.state).logits)
 
@@ -114,7 +115,8 @@ def _read(plan: StepPlan, logits: Tensor) -> StepResult:
         if run.samples:
             samplers.append(run)
             last.append(first - 1)
-    tokens = sampler.sample(logits[last], [run.seq.row for run in samplers])
+    rows = logits if len(last) == len(logits) else logits[last]
+    tokens = sampler.sample(rows, [run.seq.row for run in samplers])
     result.sampled = list(zip((run.seq for run in samplers), tokens, strict=True))
     return result
 

@@ -143,12 +143,13 @@ class StepInputs:
     kept: Tensor | None = None  # int64 [Tk], rows the decoder half runs on, ascending; None: all
     image_rows: Tensor | None = None  # int64 [N], rows whose embedding is replaced
     image_embeds: Tensor | None = None  # [N, hidden]
+    want_taps: bool = True  # False: no draft reads them
 
 
 @dataclass
 class StepOutputs:
     logits: Tensor  # float32 [S, vocab]
-    taps: Tensor | None  # [Tk, taps * hidden], what the draft context is made of; None without draft stages
+    taps: Tensor | None  # [Tk, taps * hidden], what the draft context is made of; None if not wanted
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,13 @@ class Transformer:
         hashes = self._hash(step, rows, state)
         streams, pre = hyper_connections.expand(self.config, self._embed(step))
         selection, kept, taps = Selection(), step.kept, []
+        want_taps = step.want_taps and self.draft is not None
         for spec, w in self.layers:
             trim = kept if spec.index == self.config.decoder_start else None
             if spec.engram is not None:
                 assert w.engram is not None
                 streams = engram.inject(self.ops, self.config, w.engram, streams, hashes[spec.engram], rows.is_image)
-            if spec.tap:
+            if spec.tap and want_taps:
                 taps.append((streams.float().mean(1)).to(self.dtype))
             streams, pre = self._layer(spec, w, streams, pre, rows, trim, state, selection)
             if trim is not None:
@@ -85,7 +86,7 @@ class Transformer:
         picked = step.logit_rows if kept is None else torch.searchsorted(kept, step.logit_rows)
         h = hyper_connections.read(self.ops, self.config, streams[picked], pre[picked], self.norm)
         logits = self.ops.linear(h, self.head, None, True)
-        if self.draft is None:
+        if not want_taps:
             return StepOutputs(logits, None)
         if kept is not None:  # taps before the trim hold all rows
             taps = [t if t.shape[0] == kept.shape[0] else t[kept] for t in taps]
