@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from deepinfer.model.transformer import Transformer
 from deepinfer.ops import formats
 from recipes.small import fakequant, files, sinkhorn
 from recipes.small.config import small
-from recipes.small.draft import DraftTwin, heads
+from recipes.small.draft import DraftTwin, heads, resample
 from recipes.small.optim import orthogonalise
 from recipes.small.quantise import file_tensors, to_float
 from recipes.small.twin import BF16, EXACT, QUANTISED, Twin, initialise
@@ -194,3 +195,15 @@ def test_training_files_are_few_and_small(tmp_path: Path) -> None:
         loaded, state = files.load(tmp_path, name)
         assert state == {"step": 3, "steps": 4, "files": count}
         assert loaded.keys() == kept.keys() and all(torch.equal(loaded[n], kept[n]) for n in kept)
+
+
+def test_own_texts_are_the_targets() -> None:
+    """At temperature 0 every settled token is the argmax of what stands before it; the prompt stays."""
+    with torch.no_grad():
+        model = twin()
+        ids = IDS[:24].repeat(2, 1)
+        plain, settled = resample(model, ids, 8, 0.0, torch.Generator(), math.inf)
+        assert bool((settled == 24).all())
+        wanted = model.logits(model.forward(plain, QUANTISED)).argmax(1).view(2, 24)
+        assert torch.equal(plain[:, 8:], wanted[:, 7:-1])
+        assert torch.equal(plain[:, :8], ids[:, :8])
