@@ -29,8 +29,8 @@ PLAIN = Kind(0, False, False)
 ANCHOR_EVERY = 4  # rows of a sequence per block that is drafted from it
 POSITION_DECAY = 2.0  # weight of position k: exp(-k / 2), about what it adds to the length when 0.6 are accepted
 CE, TV, CONFIDENCE = 0.2, 0.8, 1.0
-OWN_SHARE = 0.6  # of the steps on the target's own texts
-OWN_LENGTH, OWN_PROMPT = 256, 24
+OWN_SHARE = 0.3  # of the steps on the target's own texts, of which a minute makes about half a million tokens
+OWN_LENGTH, OWN_PROMPT = 128, 24  # a token of them costs a pass over the length
 EOS = 1
 
 
@@ -223,7 +223,7 @@ class DraftTrainer:
 
 
 def own_texts(trainer: DraftTrainer, corpus: Corpus, batch_tokens: int, seconds: float) -> list[tuple[Tensor, Tensor]]:
-    """Texts by the target, temperatures 1 and 0 in turn, prompted with the starts of documents."""
+    """Texts by the target, prompted with the starts of documents: one batch at temperature 1, then two at 0."""
     pool: list[tuple[Tensor, Tensor]] = []
     first = corpus.batch(max(1, batch_tokens // OWN_LENGTH), OWN_LENGTH)[:, :-1]
     with torch.no_grad():  # compiles before the clock runs
@@ -231,7 +231,7 @@ def own_texts(trainer: DraftTrainer, corpus: Corpus, batch_tokens: int, seconds:
     begin = time.monotonic()
     while not pool or time.monotonic() - begin < seconds:
         ids = corpus.batch(max(1, batch_tokens // OWN_LENGTH), OWN_LENGTH)[:, :-1]
-        temperature = 1.0 - len(pool) % 2
+        temperature = 0.0 if len(pool) % 3 else 1.0
         deadline = begin + seconds
         ids, settled = resample(
             trainer.target,
@@ -289,7 +289,7 @@ def run(
 
 
 def stage(args: argparse.Namespace, device: str) -> None:
-    """The command: read the target from --resume, write draft files into --work."""
+    """The command: read the target (and an earlier draft to go on from, if any) from --resume, write into --work."""
     config = small(args.tokenizer)
     start, _ = files.load(args.resume, "target", device)
     plan = Plan(1, args.batch_tokens)
@@ -297,6 +297,10 @@ def stage(args: argparse.Namespace, device: str) -> None:
     for p in whole.twin.params.values():
         p.requires_grad_(False)
     params, biases = twin.initialise(config, args.seed + 1, device)
+    if (args.resume / "draft-0.safetensors").exists():
+        earlier = files.load(args.resume, "draft", device)[0]
+        params |= {n: v for n, v in earlier.items() if n in params}
+        biases |= {n: v for n, v in earlier.items() if n in biases}
     trainer = DraftTrainer(whole.twin, params, biases, args.seed)
     if args.compile and device.startswith("cuda"):
         trainer.compile()

@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=30_000_000, help="least number of training ids")
     parser.add_argument("--heldout", type=int, default=HELDOUT_TOKENS, help="least number of held-out ids")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--phase", choices=mixture.PHASES, default="main", help="mixture of the training text")
+    parser.add_argument("--phase", choices=mixture.PHASES, default="train", help="mixture of train.bin")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     begin = time.monotonic()

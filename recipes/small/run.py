@@ -22,7 +22,7 @@ import torch
 from recipes.small import files
 from recipes.small.config import small
 from recipes.small.data import Corpus
-from recipes.small.train import FINISH_LENGTHS, LENGTHS, Plan
+from recipes.small.train import LENGTHS, Plan
 from recipes.small.twin import BF16, QUANTISED
 
 HERE = Path(__file__).parent
@@ -48,8 +48,7 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, steps: int) -> Plan:
-    lengths = FINISH_LENGTHS if args.phase == "finish" else LENGTHS
-    return Plan(steps, args.batch_tokens, tuple((n, s) for n, s in lengths if n <= args.max_length))
+    return Plan(steps, args.batch_tokens, tuple((n, s) for n, s in LENGTHS if n <= args.max_length))
 
 
 def _compile(trainer: Any, args: argparse.Namespace, device: str) -> None:
@@ -144,7 +143,6 @@ def main() -> None:
         "--budget", type=float, default=600, help="train without --steps: seconds of bf16 steps to plan"
     )
     parser.add_argument("--until", type=float, default=1.0, help="train: stop at this share of the plan")
-    parser.add_argument("--phase", choices=("main", "finish"), default="main", help="mixture of lengths")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop and save so long after the start")
     parser.add_argument("--fit", action="store_true", help="train --resume: shorten the plan to what --seconds allow")
     parser.add_argument("--wait", action="store_true", help="train: wait for prepare.py to finish --data")
