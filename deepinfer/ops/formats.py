@@ -76,7 +76,10 @@ def dequant_fp8(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def quant_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP4 along the last axis: x [..., K] -> (packed uint8 [..., K/2], E8M0 uint8 [..., K/32])."""
+    """MXFP4 along the last axis, for index rows and expert weights.
+
+    x [..., K] -> (packed uint8 [..., K/2], E8M0 uint8 [..., K/32]).
+    """
     g = x.float().unflatten(-1, (-1, BLOCK))
     scale = e8m0_ceil(g.abs().amax(-1).clamp_min(FP4_MAX * 2.0**-126) / FP4_MAX)
     code = e2m1_code(g / e8m0_value(scale).unsqueeze(-1))
@@ -113,7 +116,3 @@ def dequant_fp8_block(q: Tensor, scale: Tensor) -> Tensor:
     """Inverse of `quant_fp8_block`, float32 [N, K] (exact)."""
     g = q.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     return (g * e8m0_value(scale)[:, None, :, None]).reshape(q.shape)
-
-
-quant_fp4_rows = quant_fp4  # expert weights: E8M0 per 32 along K
-dequant_fp4_rows = dequant_fp4

@@ -1,7 +1,7 @@
 """One table of ops: schema, reference, fake, example inputs, tolerance, cost, and who implements it on which device.
 
 Belongs here: defining ops in the torch namespace `di`, declaring providers, choosing one per (op, device), explaining
-why. Does not belong here: any arithmetic (family files), kernels (native/, triton/, providers/).
+why. Does not belong here: any arithmetic (family files), kernels (native/).
 
 torch.library holds one implementation per (op, dispatch key) and process, so the table is fixed when `deepinfer.ops` is
 first imported. `DEEPINFER_OPS=op=provider,...` overrides the choice (`*=reference` for all). The reference of an op is
@@ -11,7 +11,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -132,9 +132,9 @@ def parse_overrides(text: str) -> dict[str, str]:
     return out
 
 
-def install(overrides: str | None = None) -> None:
+def install() -> None:
     """Choose and register one implementation per op and device. Called once, at the end of `deepinfer.ops` import."""
-    wanted = parse_overrides(overrides if overrides is not None else envs.get("DEEPINFER_OPS"))
+    wanted = parse_overrides(envs.get("DEEPINFER_OPS"))
     for op in OPS.values():
         for device in DISPATCH_KEYS:
             choice = wanted.get(op.name, wanted.get("*"))
@@ -156,9 +156,7 @@ def _select(op: Op, device: str, choice: str | None) -> Provider:
 
 
 def table() -> list[dict[str, str]]:
-    """One row per op x device x provider, for `deepinfer doctor` and docs/ops.md: keys op, family, device, provider,
-    state.
-    """
+    """One row per op x device x provider, for `deepinfer doctor`: keys op, family, device, provider, state."""
     rows = []
     for op in OPS.values():
         for p in op.providers:
@@ -185,5 +183,5 @@ def namespaces() -> tuple[SimpleNamespace, SimpleNamespace]:
     )
 
 
-def names(ops: Sequence[Op] | None = None) -> list[str]:
-    return sorted(op.name for op in (ops or OPS.values()))
+def names() -> list[str]:
+    return sorted(OPS)

@@ -46,7 +46,7 @@ def model_form(params: Weights, biases: Weights, config: ModelConfig) -> Weights
     for name, value in params.items():
         value, scale = value.detach().float().cpu(), name.removesuffix("weight") + "scale"
         if specs[name].dtype == "I8":
-            tensors[name], tensors[scale] = formats.quant_fp4_rows(value)
+            tensors[name], tensors[scale] = formats.quant_fp4(value)
         elif name.endswith("engram.embed.weight"):
             tensors[name], tensors[scale] = formats.quant_fp8(value)
         elif specs[name].dtype == "F8_E4M3":

@@ -24,7 +24,7 @@ from deepinfer.model.synthetic import (
     synthetic_weights,
     tiny,
 )
-from deepinfer.ops.formats import dequant_fp4_rows, dequant_fp8_block
+from deepinfer.ops.formats import dequant_fp4, dequant_fp8_block
 from deepinfer.text.tokenizer import Tokenizer, engram_token_map
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +167,7 @@ def test_linears_keep_the_variance(drawn):
             continue
         weight, scale = tensors[name], tensors.get(name.removesuffix("weight") + "scale")
         if spec.dtype == "I8":
-            weight = dequant_fp4_rows(weight, scale)
+            weight = dequant_fp4(weight, scale)
         elif spec.dtype == "F8_E4M3":
             weight = dequant_fp8_block(weight, scale)
         x = torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0))
@@ -200,7 +200,7 @@ def test_real_widths():
     tensors = dict(synthetic_weights(full(), names=names))
     assert tensors[f"{expert}.scale"].unique().tolist() == [127 - 9, 127 - 8, 127 - 7]
     x = torch.randn(16, 5120, generator=torch.Generator().manual_seed(0))
-    for name, dequant in ((expert, dequant_fp4_rows), (dense, dequant_fp8_block)):
+    for name, dequant in ((expert, dequant_fp4), (dense, dequant_fp8_block)):
         weight = dequant(tensors[f"{name}.weight"], tensors[f"{name}.scale"])
         assert GAIN[0] < (x @ weight.T).std() < GAIN[1]
 
