@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer.async_llm import AsyncLLM
     from deepinfer.config import EngineConfig
     from deepinfer.errors import (
         CheckpointError,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "EngineConfig": "config",
     "SamplingParams": "params",
     "StructuredOutput": "params",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from deepinfer import envs
@@ -20,6 +21,9 @@ Replay = Literal["compact", "mask", "off"]
 
 IN_FLIGHT_STEPS = 2  # steps that a replay bound leaves room for: one runs, one is planned (spec/dspark.md 1)
 LATER_COMPILE_MODES = ("layer", "model", "graph")
+
+SHIPPED = {"small": Path(__file__).parent / "data" / "small"}  # checkpoints inside the package, by name
+DEFAULT_MODEL = "small"  # of the commands for people: generate, chat, examples/demo.py
 
 
 class ModelLimits(Protocol):
@@ -49,7 +53,7 @@ class EngineConfig:
     same text.
     """
 
-    model: str = field(metadata=_help("checkpoint folder, or the name of a synthetic one"))
+    model: str = field(metadata=_help("checkpoint folder, or a name: small, or a synthetic one such as tiny"))
     _: KW_ONLY
     tokenizer: str | None = field(
         default=None, metadata=_help("folder of the tokenizer files; default: the checkpoint")
@@ -90,12 +94,27 @@ class EngineConfig:
         ),
     )
 
+    async_scheduling: bool | None = field(
+        default=None,
+        metadata=_help(
+            "plan the next step while one runs; false: strictly one after the other. Default: "
+            "DEEPINFER_ASYNC_SCHEDULING, on"
+        ),
+    )
+    enable_prefix_caching: bool = field(
+        default=True,
+        metadata=_help(
+            "reuse the cache of a prompt's beginning that an earlier prompt had too; its last rows are run again "
+            "without what came before them, so a hit is an approximation, as decoder replay is"
+        ),
+    )
+
     def __post_init__(self) -> None:
         problems = self._read_environment()
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         if not isinstance(self.model, str) or not self.model:
-            problems.append(f"model is {self.model!r}; give a checkpoint folder or a synthetic name such as 'tiny'")
+            problems.append(f"model is {self.model!r}; give a checkpoint folder or a name such as 'small'")
         for name, (lowest, optional) in _INTEGERS.items():
             value = getattr(self, name)
             if value is None and optional:
@@ -104,7 +123,7 @@ class EngineConfig:
                 problems.append(f"{name} is {value!r}; it must be an integer from {lowest} on")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
+                problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(str, choices))}")
         if not re.fullmatch(r"cpu|(cuda|npu)(:\d+)?", str(self.device)):
             problems.append(f"device is {self.device!r}; it must be cpu, cuda, cuda:N, npu or npu:N")
         if self.compile in LATER_COMPILE_MODES:
@@ -200,8 +219,14 @@ _INTEGERS = {  # name: (lowest value, None allowed)
     "max_logprobs": (0, False),
     "replay_keep_tokens": (1, True),
 }
-_CHOICES = {"numerics": ("quantised", "exact"), "replay": ("compact", "mask", "off")}
+_CHOICES = {
+    "numerics": ("quantised", "exact"),
+    "replay": ("compact", "mask", "off"),
+    "async_scheduling": (True, False),
+    "enable_prefix_caching": (True, False),
+}
 _FROM_ENVIRONMENT = {
+    "async_scheduling": "DEEPINFER_ASYNC_SCHEDULING",
     "replay": "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE",
     "replay_keep_tokens": "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS",
 }

@@ -86,6 +86,13 @@ VARIABLES: dict[str, Variable] = {
             "0 ignores the compiled C++ library, as if it had not been built.",
         ),
         Variable(
+            "DEEPINFER_ASYNC_SCHEDULING",
+            _flag,
+            "0 or 1",
+            True,
+            "Plan the next step while one runs on the device. 0 is the strictly serial loop, with the same results.",
+        ),
+        Variable(
             "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE",
             _one_of(*_REPLAY),
             "compact, mask or off",

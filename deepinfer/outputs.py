@@ -29,26 +29,38 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request (seconds of the engine's monotonic clock) and what it cost."""
+    """When things happened to a request (seconds of the engine's monotonic clock) and what it cost.
+
+    `num_output_tokens` is known once the request ended, and is that of its longest sequence.
+    """
 
     arrival_s: float
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
 
     @property
-    def queued_s(self) -> float | None:
+    def queue_s(self) -> float | None:
         """Seconds from arrival to the first scheduled row."""
         return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
 
     @property
-    def time_to_first_token_s(self) -> float | None:
+    def ttft_s(self) -> float | None:
         """Seconds from arrival to the first output token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
-    def latency_s(self) -> float | None:
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first; None for fewer than two tokens."""
+        if self.finished_s is None or self.first_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
         """Seconds from arrival to the end."""
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 

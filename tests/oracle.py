@@ -96,15 +96,24 @@ Routing = tuple[Array, Array, Array]
 
 @dataclass
 class Memory:
-    """What later layers read of earlier ones, for one prompt of `length` positions."""
+    """What later layers read of earlier ones, for one prompt of `length` positions whose rows run from `start` on."""
 
     length: int
+    start: int = 0
+    past: Memory | None = None  # gives the entries of positions below `hit`, whatever this run makes of them
+    hit: int = 0
     latent: dict[int, Array] = field(default_factory=dict)  # kv source -> [entries, head_dim]
     index_key: dict[int, Array] = field(default_factory=dict)  # kv source -> [entries, index_head_dim]
-    selected: dict[int, Array] = field(default_factory=dict)  # index source -> bool [length, entries]
-    gap: dict[int, Array] = field(default_factory=dict)  # index source -> [length]; inf: nothing was left out
-    candidates: Array | None = None  # bool [length, blocks]
-    candidate_gap: Array | None = None  # [length]
+    selected: dict[int, Array] = field(default_factory=dict)  # index source -> bool [rows, entries]
+    gap: dict[int, Array] = field(default_factory=dict)  # index source -> [rows]; inf: nothing was left out
+    candidates: Array | None = None  # bool [rows, blocks]
+    candidate_gap: Array | None = None  # [rows]
+
+    def entries(self, made: Array, past: dict[int, Array], layer: int, ratio: int) -> Array:
+        """All entries of a kv source: below the hit those of the past, then those that this run made."""
+        if self.past is None:
+            return made
+        return np.concatenate([past[layer][: self.hit // ratio], made[(self.hit - self.start) // ratio :]])
 
 
 @dataclass
@@ -118,7 +127,7 @@ class Trace:
     routed: list[Array]  # per layer [rows, top_k], ascending expert ids
     route_weights: list[Array]  # per layer [rows, top_k], in the order of `routed`
     route_gap: list[Array]  # per layer [rows]
-    engram_rows: Array  # [T, engram layers, columns]
+    engram_rows: Array  # [rows that ran, engram layers, columns]
     memory: Memory
 
 
@@ -241,7 +250,7 @@ class Oracle:
         return self.linear8(self.bf16(z), f"{name}.wo_b")
 
     def compress(self, layer: int, x: Array, memory: Memory) -> None:
-        """Write the global KV and index keys of a kv source; x holds every position from 0."""
+        """Write the global KV and index keys of a kv source; x holds every position from memory.start (even)."""
         name, ratio = f"layers.{layer}.attn", self.ratio(layer)
         if ratio == 1:
             pooled = self.linear16(x, f"{name}.compressor.wkv")
@@ -251,10 +260,12 @@ class Oracle:
             gate = (x @ self.w(f"{name}.compressor.wgate").T)[: 2 * pairs].reshape(pairs, 2, self.c["head_dim"])
             pooled = self.bf16((softmax(gate, axis=1) * kv).sum(1))
         latent = self.norm(pooled, f"{name}.compressor.norm")
-        first = np.arange(len(latent)) * ratio  # an entry sits at its group's first position
+        first = memory.start + np.arange(len(latent)) * ratio  # an entry sits at its group's first position
         key = self.norm(self.linear16(latent, f"{name}.indexer.wk"), f"{name}.indexer.k_norm")
-        memory.index_key[layer] = self.fp4_index(self.rope(key, first, True))
-        memory.latent[layer] = self.fp4_latent(self.rope(latent, first, True))
+        key, latent = self.fp4_index(self.rope(key, first, True)), self.fp4_latent(self.rope(latent, first, True))
+        past = memory.past or memory
+        memory.index_key[layer] = memory.entries(key, past.index_key, layer, ratio)
+        memory.latent[layer] = memory.entries(latent, past.latent, layer, ratio)
 
     def select(self, layer: int, x: Array, low: Array, positions: Array, memory: Memory) -> None:
         """Choose each row's compressed entries (index sources only)."""
@@ -277,15 +288,15 @@ class Oracle:
             block_score = padded.reshape(len(x), blocks, block).max(-1)
             some = count > 0
             block_score[some, (count[some] - 1) // block] = np.inf  # the newest block is always kept
-            # The candidate source holds every position, so its rows are positions.
+            # The candidate source holds every position from the start.
             memory.candidates, memory.candidate_gap = best(block_score, c["candidate_topk_blocks"])
         elif layer > c["candidate_source_layer_id"]:
-            allowed = memory.candidates[positions].repeat(block, axis=1)[:, : len(keys)]
+            allowed = memory.candidates[positions - memory.start].repeat(block, axis=1)[:, : len(keys)]
             score[~allowed] = -np.inf
 
-        memory.selected[layer] = np.zeros((memory.length, len(keys)), bool)
-        memory.gap[layer] = np.full(memory.length, np.inf)
-        memory.selected[layer][positions], memory.gap[layer][positions] = best(score, c["index_topk"])
+        rows, row = memory.length - memory.start, positions - memory.start
+        memory.selected[layer], memory.gap[layer] = np.zeros((rows, len(keys)), bool), np.full(rows, np.inf)
+        memory.selected[layer][row], memory.gap[layer][row] = best(score, c["index_topk"])
 
     def attention(self, layer: int, x: Array, positions: Array, memory: Memory) -> Array:
         """x [R, hidden], normed; the rows given are all the window ever sees."""
@@ -299,8 +310,10 @@ class Oracle:
                 self.compress(layer, x, memory)
             if layer in self.c["index_source_layer_ids"]:
                 self.select(layer, x, low, positions, memory)
-            keys = np.concatenate([keys, memory.latent[self.kv_source(layer)]])
-            visible = np.concatenate([visible, memory.selected[self.index_source(layer)][positions]], axis=1)
+            selected = memory.selected[self.index_source(layer)][positions - memory.start]
+            used = selected.any(0)  # the rest of a long context weighs nothing
+            keys = np.concatenate([keys, memory.latent[self.kv_source(layer)][used]])
+            visible = np.concatenate([visible, selected[:, used]], axis=1)
         return self.output(name, attend(q, keys, visible, self.w(f"{name}.attn_sink")), positions, yarn)
 
     # ---- MoE (section 7)
@@ -347,13 +360,13 @@ class Oracle:
             primes.append([[next(drawn) for _ in range(heads)] for _ in range(orders)])
         return multipliers, primes
 
-    def engram_ids(self, ids: Array, is_image: Array) -> Array:
-        """Table rows [T, engram layers, columns], in plain Python integers."""
+    def engram_ids(self, ids: Array, is_image: Array, start: int = 0) -> Array:
+        """Table rows [T - start, engram layers, columns], in plain Python integers."""
         multipliers, primes = self.engram_tables()
         columns = (self.c["engram_max_ngram_size"] - 1) * self.c["engram_n_heads"]
-        out = np.zeros((len(ids), len(multipliers), columns), np.int64)
+        out = np.zeros((len(ids) - start, len(multipliers), columns), np.int64)
         pad = int(self.token_map[self.c["engram_pad_token_id"]]) if len(multipliers) else 0
-        for p in range(len(ids)):
+        for p in range(start, len(ids)):
             for i, m in enumerate(multipliers):
                 values, blocked = [], False
                 for back in range(len(m)):
@@ -363,7 +376,7 @@ class Oracle:
                 for back in range(1, len(m)):
                     running ^= values[back] * m[back]
                     for prime in primes[i][back - 1]:
-                        out[p, i, column] = running % prime + offset
+                        out[p - start, i, column] = running % prime + offset
                         offset, column = offset + prime, column + 1
         return out
 
@@ -424,25 +437,35 @@ class Oracle:
     # ---- whole forward (section 5)
 
     def prefill(
-        self, ids: Any, *, image_mask: Array | None = None, image_embeds: Array | None = None, floor: int = 0
+        self,
+        ids: Any,
+        *,
+        image_mask: Array | None = None,
+        image_embeds: Array | None = None,
+        floor: int = 0,
+        start: int = 0,
+        hit: int = 0,
+        past: Memory | None = None,
     ) -> Trace:
         """Run ids at positions 0..T-1. image_mask [T] marks image spans (default: by id); image_embeds are
-        their embeddings. floor > 0 is replay: layers after the last kv source see only positions >= floor."""
-        c, ids = self.c, np.asarray(ids)
-        total, positions = len(ids), np.arange(len(ids))
+        their embeddings. floor > 0 is replay: layers after the last kv source see only positions >= floor.
+        `past` is a prefix hit: only positions >= start run, no window reaches below it, and the global entries
+        of positions below `hit` are those of `past`."""
+        c, ids, floor = self.c, np.asarray(ids), max(floor, start)
+        total, positions = len(ids), np.arange(start, len(ids))
         is_image = ids == c["image_token_id"] if image_mask is None else np.asarray(image_mask)
-        memory, engram_rows = Memory(total), self.engram_ids(ids, is_image)
-        h = self.w("embed")[ids]
+        memory, engram_rows = Memory(total, start, past, hit), self.engram_ids(ids, is_image, start)
+        h = self.w("embed")[ids[start:]]
         if image_embeds is not None:
-            h[is_image] = self.bf16(image_embeds)
+            h[is_image[start:]] = self.bf16(image_embeds)[is_image[:start].sum() :]
         streams = np.repeat(h[:, None, :], c["hc_mult"], axis=1)
-        pre = one_hot_first(total, c["hc_mult"])
+        pre = one_hot_first(len(h), c["hc_mult"])
         taps, streams_after, routing = [np.zeros((total - floor, 0))], [], []
 
         for layer in range(c["num_hidden_layers"]):
             if layer in c["engram_layer_ids"]:
                 rows = engram_rows[:, c["engram_layer_ids"].index(layer)]
-                streams = self.engram(layer, streams, rows, is_image)
+                streams = self.engram(layer, streams, rows, is_image[start:])
             if layer in c["dspark_target_layer_ids"]:
                 taps.append(self.bf16(streams.mean(1))[floor - total :])
             attention = partial(self.attention, layer, positions=positions, memory=memory)
@@ -453,7 +476,7 @@ class Oracle:
             streams_after.append(streams)
             routing.append(routed)
             if layer == self.decoder_start:
-                positions, streams, pre = positions[floor:], streams[floor:], pre[floor:]
+                positions, streams, pre = (a[floor - start :] for a in (positions, streams, pre))
 
         logits = self.norm(self.collapse(streams, pre), "norm") @ self.w("head").T
         routed, weights, gaps = (list(column) for column in zip(*routing, strict=True))

@@ -24,7 +24,7 @@ from deepinfer import (
     UnsupportedError,
 )
 from deepinfer.config import EngineConfig
-from deepinfer.engine import core
+from deepinfer.engine import load as load_room
 from deepinfer.engine.core import Engine
 
 TOLERANCE = {"prompt logprob, chunked against whole": 2e-4}  # nats; float32 sums in another order
@@ -80,13 +80,13 @@ def test_one_prompt_gives_a_list_of_one(make_llm: Callable[..., LLM]) -> None:
         assert len(llm.generate(prompt, QUICK, use_tqdm=False)) == 1
 
 
-def test_no_prompts_give_no_results(make_llm: Callable[..., LLM]) -> None:
+def test_B02_no_prompts_give_no_results(make_llm: Callable[..., LLM]) -> None:
     assert make_llm().generate([], use_tqdm=False) == []
     assert make_llm().generate([], [], use_tqdm=False) == []
     assert make_llm().chat([], use_tqdm=False) == []
 
 
-def test_params_of_another_length_name_both(make_llm: Callable[..., LLM]) -> None:
+def test_B02_params_of_another_length_name_both(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(RequestError, match="4 prompts but 3 sampling_params"):
         make_llm().generate(["a", "b", "c", "d"], [QUICK] * 3)
     with pytest.raises(RequestError, match="0 prompts but 1 sampling_params"):
@@ -127,7 +127,7 @@ def test_a_prompt_that_is_none(make_llm: Callable[..., LLM], prompt: Any, messag
     assert "prompt" in str(error.value)
 
 
-def test_one_bad_prompt_stops_the_call_before_anything_is_queued(make_llm: Callable[..., LLM]) -> None:
+def test_B01_one_bad_prompt_stops_the_call_before_anything_is_queued(make_llm: Callable[..., LLM]) -> None:
     model = MockModel()
     llm = make_llm(model, max_model_len=30)
     prompts = ["ok"] * 4 + ["x" * 60] + ["ok"] * 3
@@ -137,6 +137,19 @@ def test_one_bad_prompt_stops_the_call_before_anything_is_queued(make_llm: Calla
     llm.engine.check_idle()
     results = llm.generate(["a", "b"], QUICK, use_tqdm=False)
     assert [r.prompt for r in results] == ["a", "b"]
+
+
+def test_B02_max_tokens_zero_is_refused() -> None:
+    with pytest.raises(RequestError, match="max_tokens is 0"):
+        SamplingParams(max_tokens=0)
+
+
+def test_B75_the_context_is_a_limit_and_the_size_of_a_step_is_none(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_model_len=30, max_num_batched_tokens=4)
+    with pytest.raises(RequestError, match=r"prompt 0 of 1: the prompt has 31 tokens .* max_model_len is 30"):
+        llm.generate("x" * 30, QUICK)
+    (result,) = llm.generate("x" * 20, QUICK, use_tqdm=False)  # five times as long as a step is wide
+    assert len(result.outputs[0].token_ids) == 4 and llm.engine.metrics.max_step_rows == 4
 
 
 def test_a_request_larger_than_the_pool_names_pages(make_llm: Callable[..., LLM]) -> None:
@@ -156,12 +169,149 @@ def test_without_params_the_checkpoint_decides(make_llm: Callable[..., LLM]) -> 
     assert len(llm.generate("x", use_tqdm=False)[0].outputs[0].token_ids) == 3
 
 
-def test_the_callers_random_state_is_left_alone(make_llm: Callable[..., LLM]) -> None:
+def test_B48_the_callers_random_state_is_left_alone(make_llm: Callable[..., LLM]) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
     make_llm().generate(["a", "b"], SamplingParams(max_tokens=3), use_tqdm=False)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_B48_engines_without_a_seed_differ(make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def ids(**options: Any) -> list[int]:
+        return ids_of(make_llm(**options).generate("x", params, use_tqdm=False))
+
+    assert ids() != ids()
+    assert ids(seed=3) == ids(seed=3)
+
+
+# ---- priorities, enqueue, wait ----
+
+
+def finishing_order(results: list[RequestOutput]) -> list[int]:
+    def end(index: int) -> float:
+        metrics = results[index].metrics
+        assert metrics is not None and metrics.finished_s is not None
+        return metrics.finished_s
+
+    return sorted(range(len(results)), key=end)
+
+
+def test_lower_priorities_run_first_and_results_keep_their_order(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=1)
+    results = llm.generate(["a", "b", "c", "d"], QUICK, priority=[2, 0, -1, 0], use_tqdm=False)
+    assert [r.prompt for r in results] == ["a", "b", "c", "d"]
+    assert finishing_order(results) == [2, 1, 3, 0]
+    results = llm.generate(["a", "b"], QUICK, priority=7, use_tqdm=False)
+    assert finishing_order(results) == [0, 1]
+
+
+def test_priorities_are_checked(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    for call in (llm.generate, llm.enqueue):
+        with pytest.raises(RequestError, match="2 prompts but 3 priorities"):
+            call(["a", "b"], QUICK, priority=[1, 2, 3])
+        for bad in ("high", 1.5, None, True, [0, "x"]):
+            with pytest.raises(RequestError, match="a priority is an integer, lower ones run earlier"):
+                call(["a", "b"], QUICK, priority=bad)
+    with pytest.raises(RequestError, match="a priority is an integer"):
+        llm.generate([], priority="high")
+    with pytest.raises(RequestError, match="a priority is an integer"):
+        llm.stream("a", priority=0.5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="1 conversations but 2 priorities"):
+        llm.chat([{"role": "user", "content": "x"}], priority=[1, 2])
+
+
+def test_enqueued_prompts_wait_until_they_are_waited_for(make_llm: Callable[..., LLM]) -> None:
+    model = MockModel()
+    llm = make_llm(model)
+    params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (9, 1, 5)]
+    expected = [r.outputs for r in llm.generate(["a", "b", "c"], params, use_tqdm=False)]
+    model.steps.clear()
+    ids = llm.enqueue(["a", "b", "c"], params)
+    assert len(set(ids)) == 3 and not model.steps
+    results = llm.wait(use_tqdm=False)
+    assert [r.request_id for r in results] == ids and [r.outputs for r in results] == expected
+    assert llm.wait() == [] and llm.enqueue([]) == []
+
+
+def test_wait_gives_the_order_asked_and_each_result_once(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    a, b, c, d = llm.enqueue(["a", "b", "c", "d"], QUICK)
+    assert [r.prompt for r in llm.wait([c, a], use_tqdm=False)] == ["c", "a"]
+    assert [r.prompt for r in llm.wait(b, use_tqdm=False)] == ["b"]
+    with pytest.raises(RequestError, match=f"'{c}', 'nobody' are unknown or were collected already"):
+        llm.wait([d, c, "nobody"])
+    with pytest.raises(RequestError, match=f"'{d}' are given twice"):
+        llm.wait([d, d])
+    assert [r.prompt for r in llm.wait(use_tqdm=False)] == ["d"]  # the failed calls took nothing
+
+
+def test_a_bad_prompt_keeps_all_of_its_call_out_of_the_queue(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    (good,) = llm.enqueue("good", QUICK)
+    with pytest.raises(RequestError, match="prompt 1 of 2: the prompt is empty"):
+        llm.enqueue(["fine", ""], QUICK)
+    assert [r.request_id for r in llm.wait(use_tqdm=False)] == [good]
+
+
+def test_generate_between_enqueue_and_wait_minds_its_own(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    short, long = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 30)]
+    ids = llm.enqueue(["quick", "slow"], [short, long])
+    (own,) = llm.generate("between", SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
+    assert own.prompt == "between"
+    assert [item.prompt for item in llm.stream("stream", QUICK)][-1] == "stream"
+    results = llm.wait(use_tqdm=False)
+    assert [r.request_id for r in results] == ids
+    assert [len(r.outputs[0].token_ids) for r in results] == [1, 30]
+
+
+def test_ctrl_c_in_wait_loses_nothing(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(num_pages=7, max_num_batched_tokens=12)
+    prompts = ["first", "second prompt", "third"]
+    params = SamplingParams(max_tokens=8, n=2, seed=1, ignore_eos=True, logprobs=1, stop=["zqz"], min_tokens=2)
+    expected = [r.outputs for r in llm.generate(prompts, params, use_tqdm=False)]
+    llm.enqueue(prompts, params)
+    total = lines_of(lambda: llm.wait(use_tqdm=False))
+    for at in range(1, total, total // 80):
+        ids = llm.enqueue(prompts, params)
+        assert interrupted(at, lambda: llm.wait(use_tqdm=False)) or at > 0.8 * total
+        if llm._queued:
+            assert [r.outputs for r in llm.wait(ids, use_tqdm=False)] == expected, f"interrupted at line {at}"
+        else:  # everything was collected before
+            assert at > 0.8 * total
+        llm.engine.check_idle()
+
+
+def test_ctrl_c_in_enqueue_queues_nothing(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    total = lines_of(lambda: llm.enqueue(["a", "b"], QUICK))
+    llm.wait(use_tqdm=False)
+    for at in range(1, total, 7):
+        assert interrupted(at, lambda: llm.enqueue(["a", "b"], QUICK))
+        llm.engine.check_idle()
+        assert llm.wait() == []
+
+
+def test_an_aborted_request_is_collected_with_what_it_had(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
+    ids = llm.enqueue(["a", "b", "c"], params)
+    whole = llm.generate(["a"], params.replace(max_tokens=5), use_tqdm=False)[0].outputs[0].token_ids
+    llm.abort(ids[0])
+    llm.abort([ids[1], "nobody"])
+    a, b, c = llm.wait(use_tqdm=False)
+    assert [r.outputs[0].finish_reason for r in (a, b, c)] == ["abort", "abort", "length"]
+    assert a.finished and a.outputs[0].token_ids[:4] == whole[:4] and len(c.outputs[0].token_ids) == 30
+    llm.abort(ids)  # collected: nothing to do
+
+
+def test_the_prefix_cache_can_be_forgotten(make_llm: Callable[..., LLM]) -> None:
+    assert make_llm(enable_prefix_caching=True).reset_prefix_cache()
+    assert not make_llm(enable_prefix_caching=False).reset_prefix_cache()
 
 
 # ---- progress ----
@@ -188,7 +338,7 @@ class Bar:
         self.count += count
 
 
-def test_the_bar_counts_prompts_not_samples(make_llm: Callable[..., LLM]) -> None:
+def test_B36_the_bar_counts_prompts_not_samples(make_llm: Callable[..., LLM]) -> None:
     Bar.made = []
     make_llm().generate(["a", "b", "c", "d"], SamplingParams(n=3, max_tokens=4), use_tqdm=Bar)
     (bar,) = Bar.made
@@ -227,25 +377,39 @@ class Interrupter:
         return self
 
 
-def test_ctrl_c_at_any_line_leaves_a_usable_engine(make_llm: Callable[..., LLM]) -> None:
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines `call` runs in the engine's own files; it varies a little with what the caches hold."""
+    counter = Interrupter(-1)
+    sys.settrace(counter)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return -1 - counter.left
+
+
+def interrupted(at: int, call: Callable[[], object]) -> bool:
+    """Run `call` with Ctrl-C at its n-th line; False when it ended before."""
+    sys.settrace(Interrupter(at))
+    try:
+        call()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+
+
+def test_B73_ctrl_c_at_any_line_leaves_a_usable_engine(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(num_pages=7, max_num_batched_tokens=12)
     prompts, params = (
         ["first", "second prompt", "third"],
         SamplingParams(max_tokens=12, n=2, seed=1, ignore_eos=True),
     )
     expected = [r.outputs for r in llm.generate(prompts, params, use_tqdm=False)]
-    counter = Interrupter(-1)
-    sys.settrace(counter)
-    llm.generate(prompts, params, use_tqdm=False)
-    sys.settrace(None)
-    total = -1 - counter.left
+    total = lines_of(lambda: llm.generate(prompts, params, use_tqdm=False))
     for at in range(1, total, total // 60):
-        sys.settrace(Interrupter(at))
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate(prompts, params, use_tqdm=False)
-        finally:
-            sys.settrace(None)
+        assert interrupted(at, lambda: llm.generate(prompts, params, use_tqdm=False)) or at > 0.8 * total
         llm.engine.check_idle()
         (result,) = llm.generate(prompts[:1], params, use_tqdm=False)
         assert result.outputs == expected[0], f"interrupted at line {at}"
@@ -282,6 +446,10 @@ def test_close_and_use_after_close(make_llm: Callable[..., LLM]) -> None:
         lambda: llm.generate("x"),
         lambda: llm.chat([{"role": "user", "content": "x"}]),
         lambda: llm.engine,
+        lambda: llm.enqueue("x"),
+        lambda: llm.wait(),
+        lambda: llm.abort("x"),
+        lambda: llm.get_metrics(),
     ):
         with pytest.raises(EngineError, match="this LLM is closed; make a new one"):
             use()
@@ -291,7 +459,7 @@ def test_close_and_use_after_close(make_llm: Callable[..., LLM]) -> None:
 def test_unknown_options_are_listed() -> None:
     with pytest.raises(ConfigError, match="max_num_sequences"):
         LLM("tiny", max_num_sequences=3)
-    with pytest.raises(ConfigError, match=r"neither a folder nor a synthetic checkpoint \(.*tiny"):
+    with pytest.raises(ConfigError, match=r"neither a folder nor a known name: .*tiny"):
         LLM("no-such-model")
 
 
@@ -371,9 +539,9 @@ def test_a_named_model_is_written_once(tiny: LLM, cache_root: Path) -> None:
     (folder,) = (cache_root / "checkpoints").iterdir()
     assert folder.name.startswith("tiny-") and (folder / "tokenizer.json").is_file()
     before = folder.stat().st_mtime_ns
-    assert core.checkpoint_folder("tiny") == folder
+    assert load_room.checkpoint_folder("tiny") == folder
     assert folder.stat().st_mtime_ns == before
-    assert core.checkpoint_folder(str(folder)) == folder
+    assert load_room.checkpoint_folder(str(folder)) == folder
 
 
 def test_processes_that_write_the_same_checkpoint_agree_on_the_first(
@@ -384,12 +552,12 @@ def test_processes_that_write_the_same_checkpoint_agree_on_the_first(
     def make(name: str, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("mine")
-        other = tmp_path / "checkpoints" / f"tiny-{core._generator_digest()}"
+        other = tmp_path / "checkpoints" / f"tiny-{load_room._generator_digest()}"
         other.mkdir()
         (other / "config.json").write_text("theirs, earlier")
 
-    monkeypatch.setattr(core.synthetic, "make_checkpoint", make)
-    folder = core.checkpoint_folder("tiny")
+    monkeypatch.setattr(load_room.synthetic, "make_checkpoint", make)
+    folder = load_room.checkpoint_folder("tiny")
     assert (folder / "config.json").read_text() == "theirs, earlier"
     assert list(folder.parent.iterdir()) == [folder]
 
@@ -402,9 +570,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path: Path, monk
         (folder / "half").write_text("x")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(core.synthetic, "make_checkpoint", fail)
+    monkeypatch.setattr(load_room.synthetic, "make_checkpoint", fail)
     with pytest.raises(OSError, match="No space left"):
-        core.checkpoint_folder("tiny")
+        load_room.checkpoint_folder("tiny")
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
@@ -479,7 +647,7 @@ def test_image_spans_cross_chunks(tiny: LLM, cache_root: Path) -> None:
     assert chunked.outputs[0].token_ids == whole.outputs[0].token_ids
 
 
-def test_chat_takes_one_or_many_conversations(tiny: LLM) -> None:
+def test_B72_chat_takes_one_or_many_conversations_each_with_one_bos(tiny: LLM) -> None:
     hello, bye = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "bye"}]
     params = SamplingParams(max_tokens=5, temperature=0)
     (single,) = tiny.chat(hello, params, thinking=False, use_tqdm=False)
@@ -492,6 +660,7 @@ def test_chat_takes_one_or_many_conversations(tiny: LLM) -> None:
     assert ids_of(streamed) == single.outputs[0].token_ids
     with pytest.raises(RequestError, match=r"conversation 1 of 2: .*messages"):
         tiny.chat([hello, [{"role": "user"}, 5]], params)
+    assert not tiny.engine.has_unfinished  # B01: nothing of the call is left in the queue
 
 
 def test_quantised_numerics_and_poisoned_codes(cache_root: Path) -> None:
@@ -510,3 +679,14 @@ def test_start_up_logs_every_byte(cache_root: Path, caplog: pytest.LogCaptureFix
             assert f"cache: {group}" in caplog.text
         assert "of weights, ready in" in caplog.text
         assert llm.load_s > 0
+
+
+def test_prompts_share_the_prefix_cache_within_a_salt_only() -> None:
+    ids = [3 + (7 * i) % 400 for i in range(700)]
+    with LLM("tiny", max_model_len=1024) as llm:
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        asked = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "a", "b")]
+        cached = [llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens for prompt in asked]
+        assert cached == [0, 640, 0]
+        with pytest.raises(RequestError, match="cache_salt must be text, not int"):
+            llm.generate({"prompt": "x", "cache_salt": 3}, params)

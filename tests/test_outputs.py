@@ -27,9 +27,10 @@ def test_json_form_is_complete_and_has_no_nan():
 
 def test_metrics_derive_spans_once_both_ends_are_known():
     metrics = RequestMetrics(arrival_s=10.0)
-    assert metrics.queued_s is metrics.time_to_first_token_s is metrics.latency_s is None
-    metrics = RequestMetrics(10.0, 10.5, 11.0, 13.0)
-    assert (metrics.queued_s, metrics.time_to_first_token_s, metrics.latency_s) == (0.5, 1.0, 3.0)
+    assert metrics.queue_s is metrics.ttft_s is metrics.tpot_s is metrics.e2e_s is None
+    metrics = RequestMetrics(10.0, 10.5, 11.0, 13.0, num_output_tokens=5)
+    assert (metrics.queue_s, metrics.ttft_s, metrics.tpot_s, metrics.e2e_s) == (0.5, 1.0, 0.5, 3.0)
+    assert RequestMetrics(10.0, 10.5, 11.0, 11.0, num_output_tokens=1).tpot_s is None  # nothing came after the first
 
 
 def test_an_unfinished_request_has_no_reason():

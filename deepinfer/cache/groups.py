@@ -8,7 +8,6 @@ Sizes count what users ask for; number 0 of pages and slots comes on top (paddin
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 from deepinfer.cache.pages import pages_for
@@ -108,21 +107,6 @@ def size_pools(
             sizes.num_tokens,
         )
     return sizes
-
-
-def free_memory() -> int:
-    """Bytes of host memory that are free or can be freed at once; 4 GiB where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 4 << 30
 
 
 def human(size: float) -> str:

@@ -1,41 +1,40 @@
 """The engine: a queue of requests and the loop that turns steps of the model into their tokens.
 
-Belongs here: life of a request (make, submit, step, finish, abort), building an engine from a checkpoint.
-Does not belong here: prompt formats (llm.py), policy (scheduler.py), tensors (runner.py). This loop is
-synchronous: a step is planned, run and applied before the next one is planned. One thread uses an engine at a
-time.
+Belongs here: life of a request (make, submit, step, finish, abort), the overlap of planning and running. Does not
+belong here: building an engine from a checkpoint (load.py), prompt formats (llm.py), policy (scheduler.py), tensors
+(runner.py). One thread uses an engine at a time.
+
+A step is planned from what is planned, not from what was sampled, so the next one is launched before the last one's
+tokens are read. A stop that is found one step late drops the extra row: results count only for the incarnation of a
+slot that they were planned for.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
-import os
-import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
-import torch
+import numpy as np
 
-from deepinfer import envs
-from deepinfer.cache.groups import PoolSizes, free_memory, human, size_pools
-from deepinfer.config import EngineConfig
-from deepinfer.engine.metrics import EngineMetrics
-from deepinfer.engine.requests import Limits, Prompt, Request
+from deepinfer.cache.groups import PoolSizes, human, size_pools
+from deepinfer.config import IN_FLIGHT_STEPS, EngineConfig
+from deepinfer.engine.metrics import EngineMetrics, Usage
+from deepinfer.engine.plan import StepPlan
+from deepinfer.engine.requests import Limits, Prompt, Request, Sequence
 from deepinfer.engine.runner import Model, Runner, StepResult
-from deepinfer.engine.sampler import SeedSource
-from deepinfer.engine.scheduler import Scheduler, StepPlan
-from deepinfer.errors import ConfigError, EngineError
-from deepinfer.model import checkpoint, synthetic
+from deepinfer.engine.sampler import Sampled, SeedSource
+from deepinfer.engine.scheduler import Scheduler
+from deepinfer.errors import EngineError
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.state import ModelState
-from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import Logprob, RequestOutput
 from deepinfer.params import SamplingParams
-from deepinfer.text.tokenizer import Tokenizer, engram_token_map
+from deepinfer.platform.device import Device, Ticket
+from deepinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Serves requests with one model on one device.
 
-    `make_request` validates without side effects, `submit` queues, `step` runs the model once, `abort` gives
-    up requests. `config` is fully resolved; `sizes` says how large the cache became.
+    `make_request` validates without side effects, `submit` queues, `step` plans and launches one step and applies the
+    results of an earlier one, `abort` gives up requests. `config` is fully resolved; `sizes` says how large the cache
+    became.
     """
 
     def __init__(
@@ -57,12 +57,13 @@ class Engine:
     ) -> None:
         """default_params: what requests use that bring none."""
         resolved = config.resolve_for(model_config)
-        self.sizes = _size_pools(config, model_config)
+        self.device = Device(config.device)
+        self.sizes = _size_pools(config, model_config, self.device)
         self.config = replace(resolved, max_model_len=self.sizes.max_model_len)
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.default_params = default_params or SamplingParams()
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(self._usage)
         self.requests: dict[str, Request] = {}
         self.limits = Limits(
             vocab_size=model_config.vocab_size,
@@ -80,16 +81,26 @@ class Engine:
             page_size=config.page_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             compact=config.replay == "compact",
+            prefix_keep=resolved.replay_keep_tokens if config.enable_prefix_caching else None,
+            look_back=max(0, model_config.engram_max_ngram_size - 1),
         )
-        self.runner = Runner(model, _allocate(config, model_config, self.sizes))
+        self.depth = IN_FLIGHT_STEPS if config.async_scheduling else 1
+        state = _allocate(config, model_config, self.sizes)
+        self.runner = Runner(model, state, self.device, IN_FLIGHT_STEPS)
+        self._in_flight: deque[tuple[StepPlan, Ticket[StepResult]]] = deque()
+        self._late: list[Request] = []  # ended, but the step broke off before it said so
         self._seeds = SeedSource(config.seed)
-        self._ids = itertools.count()
+        self._begin = 0.0  # of the step that is planned
+        self._ids, self._arrivals = itertools.count(), itertools.count()
 
     # ---- life of a request ----
 
-    def make_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
-        """Validate a request without queueing it; RequestError or UnsupportedError says what is wrong with
-        it.
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
+    ) -> Request:
+        """Validate a request without queueing it; RequestError or UnsupportedError says what is wrong with it.
+
+        priority: lower runs first, and takes memory from higher; equal ones run in the order of `make_request`.
         """
         bad_words = params.bad_word_ids(self.tokenizer.encode_ordinary) if params.bad_words else ()
         self.limits.check(prompt, params, bad_words)
@@ -107,30 +118,41 @@ class Engine:
             forbidden_ids=(self.limits.image_token_id,),
             bad_word_ids=bad_words,
             tokenizer=self.tokenizer,
+            priority=priority,
+            arrival=next(self._arrivals),
         )
 
     def submit(self, request: Request) -> None:
-        """Queue a request behind all others."""
+        """Queue a request."""
         if request.request_id in self.requests:
             raise EngineError(f"request id {request.request_id!r} is in use; ids of queued requests must differ")
         self.requests[request.request_id] = request
-        for seq in request.sequences:
-            self.scheduler.add(seq)
+        self.scheduler.add(request.sequences[0], request.sequences[1:])
 
-    def add_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
+    ) -> Request:
         """`make_request` and `submit`."""
-        request = self.make_request(prompt, params, request_id)
+        request = self.make_request(prompt, params, request_id, priority=priority)
         self.submit(request)
         return request
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """Give up requests: what they hold is free at once. Finished and unknown ones are ignored."""
+        """Give up requests, at any time. What they hold is free once the steps in flight have ended; nothing they
+        still sample counts. Finished and unknown ones are ignored.
+        """
         for request in requests:
-            live = [seq for seq in request.sequences if seq.finish_reason is None]
-            self.scheduler.remove(live)
-            for seq in live:
+            self._stop(request)
+            if self.requests.pop(request.request_id, None) is not None:
+                request.metrics.finished_s = time.monotonic()
+                self.metrics.observe(request.output())
+
+    def _stop(self, request: Request) -> None:
+        """End what is left of a request and free what it holds."""
+        for seq in request.sequences:
+            if seq.finish_reason is None:
                 seq.finish("abort")
-            self.requests.pop(request.request_id, None)
+        self.scheduler.remove(request.sequences)
 
     @property
     def has_unfinished(self) -> bool:
@@ -139,59 +161,120 @@ class Engine:
     # ---- the loop ----
 
     def step(self) -> list[RequestOutput]:
-        """Run the model once over whatever the scheduler chooses; returns the requests that finished in this
-        step.
+        """Plan and launch a step, then apply the oldest one in flight if there are enough; returns the requests that
+        finished. [] is normal.
 
         Whatever raises here (Ctrl-C included) leaves the engine usable: running sequences recompute.
         """
-        begin = time.monotonic()
+        begin = self._begin = time.monotonic()
         try:
             plan = self.scheduler.schedule()
-            if plan is None:
-                return []
-            result = self.runner.run(plan)
-            self.scheduler.commit(plan)
-            finished = self._apply(plan, result, begin)
+            if plan is not None:
+                for seq in plan.admitted:
+                    seq.request.metrics.first_scheduled_s = seq.request.metrics.first_scheduled_s or begin
+                self._in_flight.append((plan, self.runner.launch(plan)))
+            finished: list[RequestOutput] = []
+            if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
+                plan, ticket = self._in_flight[0]
+                result = ticket.wait()
+                self._in_flight.popleft()
+                finished = self._apply(plan, result)
         except BaseException:
-            self.scheduler.restart()
+            self._recover()
             raise
-        self.metrics.preemptions = self.scheduler.num_preemptions
-        decode_rows = sum(run.start >= run.seq.num_prompt for run in plan.runs)
-        self.metrics.count_step(plan.num_rows, len(result.sampled), decode_rows, time.monotonic() - begin)
-        return [request.output() for request in finished]
+        return finished + self._report(self._late)
 
-    def _apply(self, plan: StepPlan, result: StepResult, begin: float) -> list[Request]:
-        """Hand tokens and logprobs to their sequences; free what ended."""
-        now = time.monotonic()
-        for run in plan.runs:
-            if run.seq.request.metrics.first_scheduled_s is None:
-                run.seq.request.metrics.first_scheduled_s = begin
-        for seq, entries in result.prompt_logprobs:
-            for entry in entries:
-                self._name_tokens(entry)
-            if seq.request.prompt_logprobs is not None:
-                seq.request.prompt_logprobs.extend(entries)
-        touched: dict[Request, None] = {}
-        for seq, sampled in result.sampled:
-            request = seq.request
-            touched[request] = None
-            if sampled.error is not None:
-                request.error = sampled.error
+    def _recover(self) -> None:
+        """After something broke off: let the steps in flight end, forget them, and recompute from confirmed tokens."""
+        for _, ticket in self._in_flight:
+            ticket.settle()
+        self._in_flight.clear()
+        for request in list(self.requests.values()):
+            for seq in request.sequences:
+                seq.rewind()
+            if request.finished:
+                self._late.append(request)
+        self.runner.recover()
+        self.scheduler.restart()
+
+    def _apply(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Hand tokens and logprobs to their sequences, drop those of earlier incarnations; free what ended."""
+        now, table = time.monotonic(), self.scheduler.table
+        slots = plan.sample_slots
+        live = table.incarnation[slots] == plan.sample_incarnations
+        look = plan.is_last | table.careful[slots] | (result.tokens == table.eos[slots])
+        look[plan.num_decode :] = True  # first tokens
+        look[list(result.details)] = True
+        plain = np.flatnonzero(live & ~look)
+        for slot, token in zip(slots[plain].tolist(), result.tokens[plain].tolist(), strict=True):
+            table.outputs[slot].append(token)
+        ended: list[Sequence] = []
+        failed: dict[Request, None] = {}
+        for i in np.flatnonzero(live & look).tolist():
+            seq, detail = table.seqs[slots[i]], result.details.get(i)
+            assert seq is not None
+            if detail is not None and detail.error is not None:
+                seq.request.error = detail.error
+                failed[seq.request] = None
                 continue
-            if request.metrics.first_token_s is None:
-                request.metrics.first_token_s = now
-            self._name_tokens(sampled.logprobs or {})
-            seq.accept(sampled.token_id, sampled.logprob, sampled.logprobs)
-        self.scheduler.remove([seq for seq, _ in result.sampled if seq.finish_reason is not None])
-        for request in touched:
-            if request.error is not None:
-                self.abort([request])
-        finished = [request for request in touched if request.finished]
-        for request in finished:
-            request.metrics.finished_s = now
-            self.requests.pop(request.request_id, None)
-        self.metrics.finished_requests += len(finished)
-        return finished
+            self._accept(seq, int(result.tokens[i]), detail, now)
+            if seq.finish_reason is not None:
+                ended.append(seq)
+        self._apply_prompt_logprobs(plan, result)
+        for request in failed:
+            if self.scheduler.prefix is not None:  # what they computed is not to be trusted
+                self.scheduler.prefix.forget(page for seq in request.sequences for page in seq.pages)
+            self._stop(request)
+        self.scheduler.confirm(plan)
+        self.scheduler.remove(ended)
+        done = dict.fromkeys([*failed, *(seq.request for seq in ended if seq.request.finished)])
+        outputs = self._report(list(done))
+        seconds = time.monotonic() - self._begin
+        self.metrics.count_step(plan.num_rows, int(live.sum()), plan.num_decode, seconds)
+        self.metrics.preemptions = self.scheduler.num_preemptions
+        return outputs
+
+    def _report(self, ended: list[Request]) -> list[RequestOutput]:
+        """Results of requests that ended; empties the list."""
+        outputs = []
+        while ended:
+            request = ended[0]
+            if self.requests.pop(request.request_id, None) is not None:  # not aborted meanwhile
+                request.metrics.finished_s = time.monotonic()
+                outputs.append(request.output())
+                self.metrics.observe(outputs[-1])
+            del ended[0]
+        return outputs
+
+    def _accept(self, seq: Sequence, token: int, detail: Sampled | None, now: float) -> None:
+        request = seq.request
+        if request.metrics.first_token_s is None:
+            request.metrics.first_token_s = now
+        logprobs = None if detail is None else detail.logprobs
+        self._name_tokens(logprobs or {})
+        seq.accept(token, None if detail is None else detail.logprob, logprobs)
+
+    def _apply_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        alive = self.scheduler.table.alive(plan)
+        for wanted, entries in result.prompt_logprobs:
+            if alive[wanted.run] and wanted.seq.request.prompt_logprobs is not None:
+                for entry in entries:
+                    self._name_tokens(entry)
+                wanted.seq.request.prompt_logprobs.extend(entries)
+
+    def _usage(self) -> Usage:
+        pages, slots, prefix = self.scheduler.pages, self.scheduler.slots, self.scheduler.prefix
+        return Usage(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            pages_used=pages.num_used,
+            pages_cached=pages.num_idle,
+            pages_total=pages.total,
+            slots_used=slots.num_used,
+            slots_total=slots.total,
+            prefix_queried_tokens=0 if prefix is None else prefix.queries,
+            prefix_hit_tokens=0 if prefix is None else prefix.hits,
+        )
 
     def _name_tokens(self, entry: dict[int, Logprob]) -> None:
         for token, logprob in entry.items():
@@ -199,72 +282,44 @@ class Engine:
 
     # ---- upkeep ----
 
+    def drain(self) -> list[RequestOutput]:
+        """Apply every step in flight and plan nothing new; returns the requests that finished."""
+        finished = []
+        while self._in_flight:
+            plan, ticket = self._in_flight[0]
+            try:
+                result = ticket.wait()
+                self._in_flight.popleft()
+                finished += self._apply(plan, result)
+            except BaseException:
+                self._recover()
+                raise
+        return finished + self._report(self._late)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what prefixes are cached. True if there is a cache."""
+        if self.scheduler.prefix is not None:
+            self.scheduler.prefix.clear()
+        return self.scheduler.prefix is not None
+
+    def close(self) -> None:
+        """Abort what is queued and end the device's thread. The engine cannot be used afterwards."""
+        self.abort(list(self.requests.values()))
+        self._recover()
+        self.device.close()
+
     def check_idle(self) -> None:
-        """EngineError unless nothing is queued and every page and slot is free. Every test that builds an
+        """EngineError unless nothing is queued or in flight and every page and slot is free. Every test that builds an
         engine ends so.
         """
         if self.requests or self.scheduler.running or self.scheduler.waiting:
             raise EngineError(f"not idle: {len(self.requests)} requests are unfinished")
+        self.drain()
         self.scheduler.pages.check_idle()
         self.scheduler.slots.check_idle()
 
 
-def load_engine(config: EngineConfig) -> Engine:
-    """Read the checkpoint that `config.model` names and build an engine for it."""
-    begin = time.monotonic()
-    envs.warn_unknown()
-    config.check_device()
-    folder = checkpoint_folder(config.model)
-    model_config = ModelConfig.from_dir(folder)
-    config.resolve_for(model_config)  # an option beyond the model's limits is told before the weights are read
-    tokenizer = Tokenizer(config.tokenizer or folder)
-    weights = checkpoint.load_checkpoint(folder, model_config, device=config.device)
-    token_map = None
-    if model_config.engram_layer_ids:
-        classes = model_config.engram_compressed_vocab_size
-        token_map = torch.from_numpy(engram_token_map(tokenizer, model_config.vocab_size, num_classes=classes))
-    model = Transformer(model_config, weights, token_map, numerics=config.numerics)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    engine = Engine(config, model_config, model, tokenizer, SamplingParams.defaults_of(folder))
-    seconds = time.monotonic() - begin
-    logger.info("%s: %d tensors, %s of weights, ready in %.1f s", folder, len(weights), human(size), seconds)
-    return engine
-
-
-def checkpoint_folder(model: str) -> Path:
-    """The folder of `model`: a folder as it is, or a synthetic name, written below DEEPINFER_CACHE_ROOT at
-    first use.
-
-    Written aside and renamed, so that several processes may start together on an empty cache.
-    """
-    if Path(model).is_dir():
-        return Path(model)
-    if model not in synthetic.CONFIGS:
-        names = ", ".join(synthetic.CONFIGS)
-        raise ConfigError(f"model {model!r} is neither a folder nor a synthetic checkpoint ({names})")
-    root = Path(envs.get("DEEPINFER_CACHE_ROOT")) / "checkpoints"
-    final = root / f"{model}-{_generator_digest()}"
-    if final.is_dir():
-        return final
-    root.mkdir(parents=True, exist_ok=True)
-    logger.info("writing the synthetic checkpoint %s to %s", model, final)
-    with tempfile.TemporaryDirectory(dir=root, prefix=f".{model}-") as scratch:
-        synthetic.make_checkpoint(model, Path(scratch) / "new")
-        try:
-            os.rename(Path(scratch) / "new", final)
-        except OSError:
-            if not final.is_dir():  # otherwise another process was faster
-                raise
-    return final
-
-
-def _generator_digest() -> str:
-    """Names the code that writes synthetic checkpoints: a newer version never meets an older folder."""
-    sources = (Path(str(module.__file__)).read_bytes() for module in (synthetic, checkpoint))
-    return hashlib.blake2b(b"".join(sources), digest_size=4).hexdigest()
-
-
-def _size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
+def _size_pools(config: EngineConfig, model_config: ModelConfig, device: Device) -> PoolSizes:
     sizes = size_pools(
         page_bytes=ModelState.bytes_per_page(model_config, config.page_size, config.numerics),
         slot_bytes=ModelState.bytes_per_slot(model_config, numerics=config.numerics),
@@ -274,7 +329,7 @@ def _size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
         max_model_len=config.max_model_len,
         num_pages=config.num_pages,
         memory_bytes=config.kv_cache_memory_bytes,
-        free_bytes=free_memory(),
+        free_bytes=device.free_memory(),
     )
     sizes.log()
     return sizes

@@ -44,23 +44,36 @@ BLOCK = 32768  # groups whose noise is held at a time
 
 @dataclass(slots=True)
 class SamplingRow:
-    """One row of logits and what decides its token. Keep it as long as the sequence: it caches prompt ids.
+    """What decides the tokens of one sequence, row by row of logits. It caches prompt ids, so keep it.
 
     position: absolute position of the token being produced: len(prompt_ids) + len(output_ids).
-    seed: 64 bits. sample_index: which of the n samples. output_ids: generated so far; a live list is fine.
+    seed: 64 bits. sample_index: which of the n samples. output_ids: generated so far.
     forbidden_ids: never generated. eos_ids: held back until min_tokens. bad_word_ids: from SamplingParams.
     """
 
     params: SamplingParams
     prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    output_ids: list[int]
     position: int
     seed: int
     sample_index: int = 0
     forbidden_ids: Sequence[int] = ()
     eos_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
+    just_highest: bool = field(init=False)
     _prompt_set: NDArray[np.int64] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """just_highest: the token of the highest logit is the answer, unless that is forbidden."""
+        p = self.params
+        penal = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+        masks = p.logit_bias or p.allowed_token_ids is not None or p.min_tokens or self.bad_word_ids
+        self.just_highest = p.greedy and not penal and not masks
+
+    def append(self, token: int) -> None:
+        """The token that was drawn for this position."""
+        self.output_ids.append(token)
+        self.position += 1
 
     def prompt_set(self) -> NDArray[np.int64]:
         """The different ids of the prompt, ascending."""
@@ -106,7 +119,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     results = [Sampled(-1) for _ in rows]
     drawn: list[int] = []
     lots: list[_Lots] = []
+    highest = values.argmax(1).tolist() if rows else []
     for i, row in enumerate(rows):
+        if row.just_highest and highest[i] not in row.forbidden_ids and math.isfinite(values[i, highest[i]]):
+            results[i].token_id = highest[i]
+            continue
         z = process_logits(values[i], row)
         best = int(z.argmax())
         if not math.isfinite(z[best]):

@@ -1,82 +1,41 @@
-"""Which rows run in the next step: continuous batching over flat rows, page allocation, preemption.
+"""Which rows run in the next step: continuous batching over flat rows, page allocation, preemption, forks, hits.
 
-Belongs here: policy, in plain Python and numpy. Does not belong here: tensors (runner.py), tokens and stop
-rules (requests.py). One step mixes decode rows and prompt chunks, at most `max_num_batched_tokens` rows
-together.
+Belongs here: policy, in plain Python and numpy. Does not belong here: arrays of a step (plan.py), tensors (runner.py),
+tokens and stop rules (requests.py). It plans ahead of the device: its counters are of planned rows, `confirm` tells it
+that a step has ended. One step mixes decode rows and prompt chunks, at most `max_num_batched_tokens` rows together.
 
-Order is by arrival, always: `running` followed by `waiting` is sorted. It gives progress without deadlock:
-- A request is admitted when pages for all its known tokens are free, and one more for each running request
-  that may still grow, so a prefill never stops halfway for lack of pages.
-- Decode rows that need a page preempt the newest running request. The oldest can take everything, and every
-  accepted request fits into the whole pool, so at least the oldest gets its rows in every step.
-- A preempted request gives up its memory and recomputes prompt and output later; its replay floor stays, so
-  its text does.
+Order is by rank (priority, then arrival), always. It gives progress without deadlock:
+- A request is admitted when pages for all its known tokens are free, and one more for each running request that may
+  still grow, so a prefill never stops halfway for lack of pages. A higher priority displaces a lower one for that.
+- Decode rows that need a page preempt the last running request, then wait until the steps in flight have let go of
+  its pages. The first in rank can take everything, and every accepted request fits into the whole pool.
+- A preempted request gives up its memory and recomputes prompt and output later, from the same prefix hit or without
+  one; its replay floor stays. So its text does, unless the pages of its hit are gone by then.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.cache.pages import Pool, pages_for
+from deepinfer.cache.prefix import PrefixCache, extend_keys
+from deepinfer.engine.plan import Chunk, PlanBuilder, SlotTable, StepPlan, look_back
 from deepinfer.engine.requests import Sequence
 
 PROMPT_LOGPROB_ROWS = 512  # logit rows of a step that prompt logprobs may ask for: 252 MiB at 129,280 ids
 
 
-@dataclass(frozen=True)
-class Run:
-    """Rows [start, end) of one sequence in one step. Logits are wanted of its rows from `logits_from` on."""
-
-    seq: Sequence
-    start: int
-    end: int
-    logits_from: int
-
-    @property
-    def count(self) -> int:
-        return self.end - self.start
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last row is the newest token, so that its logits give the next one."""
-        return self.end == self.seq.num_tokens
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step as arrays; T rows in runs, each run one sequence with ascending positions.
-
-    Page-table updates come before the rows. `kept` is None when the decoder half runs on every row.
-    `logit_rows` follow the order of the runs.
-    """
-
-    step: int
-    runs: list[Run]
-    ids: NDArray[np.int32]  # [T]
-    positions: NDArray[np.int32]  # [T]
-    slots: NDArray[np.int32]  # [T]
-    run_start: NDArray[np.int32]  # [T] row index of the run's first row
-    is_image: NDArray[np.bool_]  # [T]
-    window_floor: NDArray[np.int32]  # [T]
-    kept: NDArray[np.int64] | None  # [Tk]
-    logit_rows: NDArray[np.int64]  # [S]
-    page_updates: NDArray[np.int64]  # [n, 3]: slot, index in its page table, page
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.ids)
+_rank = attrgetter("rank")
 
 
 class Scheduler:
-    """Owns the queues and the page and slot numbers. `schedule` plans a step, `commit` records that it
-    ran.
-    """
+    """Owns the queues and the page and slot numbers. `schedule` plans a step, `confirm` records that it ended."""
 
     def __init__(
         self,
@@ -86,174 +45,256 @@ class Scheduler:
         page_size: int,
         max_num_batched_tokens: int,
         compact: bool = True,
+        prefix_keep: int | None = None,
+        look_back: int = 3,
     ) -> None:
-        """compact: drop the rows below a sequence's replay floor from the decoder half."""
+        """compact: drop rows below a replay floor from the decoder half. prefix_keep: rows that a prefix hit runs again
+        to fill the windows; None: no prefix cache. look_back: ids before a row that Engram hashes with it."""
         self.pages = Pool("page", num_pages)
         self.slots = Pool("slot", num_slots)
         self.page_size = page_size
         self.max_rows = max_num_batched_tokens
         self.compact = compact
-        self.waiting: deque[Sequence] = deque()
+        self.prefix = None if prefix_keep is None else PrefixCache(self.pages, page_size)
+        self.prefix_keep = 2 * pages_for(prefix_keep or 0, 2)  # even: pairs of a ratio-2 source are whole
+        self.look_back = look_back
+        self.table = SlotTable(num_slots + 1)
+        self.waiting: list[Sequence] = []  # both sorted by rank
         self.running: list[Sequence] = []
+        self.prefilling: list[Sequence] = []  # those of `running` with known tokens to run
         self.num_steps = 0
         self.num_preemptions = 0
-        self._page_updates: list[tuple[int, int, int]] = []
+        self._incarnations = itertools.count(1)
+        self._order: NDArray[np.int64] | None = None  # slots of `running`
+        self._promised = 0  # fenced pages that decode rows of this step wait for
+        self._builder = PlanBuilder()
 
-    def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+    # ---- queue ----
+
+    def add(self, seq: Sequence, followers: Iterable[Sequence] = ()) -> None:
+        """Queue a sequence; `followers` are samples of the same prompt, which share its prefill."""
+        seq.followers = list(followers)
+        insort(self.waiting, seq, key=_rank)
 
     def remove(self, seqs: Iterable[Sequence]) -> None:
         """Take sequences out (finished or aborted) and free what they hold. Unknown ones are ignored."""
-        gone = set(seqs)
-        if not gone:
-            return
-        self.running = [seq for seq in self.running if seq not in gone]
-        self.waiting = deque(seq for seq in self.waiting if seq not in gone)
-        for seq in gone:
-            self._release(seq)
+        for seq in seqs:
+            seq.followers = []
+            if seq.slot:
+                self._release(seq)
+            elif (at := bisect_left(self.waiting, seq.rank, key=_rank)) < len(self.waiting) and self.waiting[at] is seq:
+                del self.waiting[at]
 
     def restart(self) -> None:
-        """Forget what is in memory: every running sequence recomputes. For a step that broke off in the
-        middle.
-        """
-        queue = [s for s in dict.fromkeys([*self.running, *self.waiting]) if s.finish_reason is None]
-        for seq in queue:
-            seq.pages, seq.slot, seq.num_computed = [], 0, 0
-        self.running, self.waiting = [], deque(queue)
-        self._page_updates = []
+        """A step broke off: forget what is in memory, every running sequence recomputes. Nothing may be in flight."""
+        known = dict.fromkeys([*self.running, *self.waiting])
+        for seq in known:
+            seq.pages, seq.slot, seq.followers = [], 0, [f for f in seq.followers if f not in known]
+        queue = [seq for seq in known if seq.finish_reason is None]
+        self.waiting, self.running, self.prefilling = sorted(queue, key=_rank), [], []
+        self.table.reset()
+        self._order, self._builder = None, PlanBuilder()
         self.pages.reset()
         self.slots.reset()
+        if self.prefix is not None:
+            self.prefix.clear()
+
+    # ---- steps ----
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing is queued."""
-        runs: list[Run] = []
-        budget = self._decode(runs, self.max_rows)
-        budget = self._prefill(runs, budget)
-        self._admit(runs, budget)
-        if not runs:
+        """The next step, or None when nothing can run before a step in flight is confirmed, or nothing is queued."""
+        self._promised = 0
+        self._displace()
+        decode = self._decode()
+        budget = self.max_rows - len(decode)
+        prefilling = self.prefilling[::-1]
+        while budget and (seq := self._next(prefilling)):
+            budget -= self._chunk(seq, budget)
+        if not len(decode) and not self._builder.chunks:
             return None
         self.num_steps += 1
-        plan = _plan(self.num_steps, runs, self.compact, self._page_updates)
-        self._page_updates = []
+        plan = self._builder.build(self.num_steps, decode, self.table, self.compact)
+        self._builder = PlanBuilder()
+        self.pages.launched(plan.step)
+        self.slots.launched(plan.step)
         return plan
 
-    def commit(self, plan: StepPlan) -> None:
-        """The step ran: its rows are computed."""
-        for run in plan.runs:
-            run.seq.num_computed = run.end
+    def confirm(self, plan: StepPlan) -> None:
+        """The step and all before it have ended, and its tokens are in `output_ids`."""
+        if self.prefix is not None:
+            ends = plan.run_starts + plan.run_counts
+            full = ends // self.page_size > plan.run_starts // self.page_size
+            for i in np.flatnonzero(full & self.table.alive(plan)).tolist():
+                self._register(self.table.seqs[plan.run_slots[i]], int(plan.run_starts[i]), int(ends[i]))
+        self.pages.confirmed(plan.step)
+        self.slots.confirmed(plan.step)
 
-    def _decode(self, runs: list[Run], budget: int) -> int:
-        index = 0
-        while index < len(self.running) and budget:
-            seq = self.running[index]
-            if seq.num_left == 1 and self._grow(seq):
-                runs.append(_run(seq, 1))
-                budget -= 1
-            index += 1
-        return budget
+    def _register(self, seq: Sequence | None, start: int, end: int) -> None:
+        assert seq is not None and self.prefix is not None
+        prompt = seq.prompt
+        extend_keys(seq.keys, seq.tokens, end, self.page_size, prompt.images, prompt.namespace)
+        for index in range(start // self.page_size, end // self.page_size):
+            self.prefix.insert(seq.keys[index], seq.pages[index])
 
-    def _prefill(self, runs: list[Run], budget: int) -> int:
-        for seq in self.running:
-            if seq.num_left > 1 and budget:
-                budget -= self._chunk(seq, runs, budget)
-        return budget
+    def _decode(self) -> NDArray[np.int64]:
+        """Slots that decode in this step, their pages made sure of."""
+        table = self.table
+        if self._order is None:
+            self._order = np.fromiter((seq.slot for seq in self.running), np.int64, len(self.running))
+        slots = self._order
+        slots = slots[table.decoding[slots] & (table.planned[slots] < table.limit[slots])][: self.max_rows]
+        needy = slots[table.planned[slots] >= table.num_pages[slots] * self.page_size]
+        if len(needy):
+            held = [slot for slot in needy.tolist() if not self._grow(slot)]
+            slots = slots[table.decoding[slots] & ~np.isin(slots, held)]
+        return slots
 
-    def _admit(self, runs: list[Run], budget: int) -> None:
-        while self.waiting and budget and self.slots.num_free:
-            seq = self.waiting[0]
-            need = pages_for(seq.num_tokens, self.page_size)
-            growing = sum(len(r.pages) < pages_for(r.max_rows, self.page_size) for r in self.running)
-            if need + growing > self.pages.num_free:
-                return
-            self.running.append(seq)  # first in, then out: an interrupt in between loses nothing (`restart`)
-            self.waiting.popleft()
-            (seq.slot,) = self.slots.take(1)
-            self._extend(seq, need)
-            budget -= self._chunk(seq, runs, budget)
-
-    def _chunk(self, seq: Sequence, runs: list[Run], budget: int) -> int:
-        if seq.wants_prompt_logprobs:
-            logits = sum(run.end - run.logits_from for run in runs)
-            budget = min(budget, max(1, PROMPT_LOGPROB_ROWS - logits))
-        runs.append(_run(seq, min(budget, seq.num_left)))
-        return runs[-1].count
-
-    def _grow(self, seq: Sequence) -> bool:
-        """Make sure that the page of the newest token exists; False when `seq` itself had to be preempted for
-        it.
-        """
-        if seq.num_tokens <= len(seq.pages) * self.page_size:
-            return True
+    def _grow(self, slot: int) -> bool:
+        """Whether the next row of `slot` has a page: preempts for it, which may take the sequence itself."""
+        seq = self.table.seqs[slot]
+        if seq is None:
+            return False
         while not self.pages.num_free:
+            if self.pages.num_fenced > self._promised:
+                self._promised += 1
+                return False
             victim = self.running[-1]
             self._preempt(victim)
             if victim is seq:
                 return False
-        self._extend(seq, 1)
+        self._extend(seq, self.pages.take(1))
         return True
 
-    def _extend(self, seq: Sequence, count: int) -> None:
-        for page in self.pages.take(count):
-            self._page_updates.append((seq.slot, len(seq.pages), page))
-            seq.pages.append(page)
+    def _next(self, prefilling: list[Sequence]) -> Sequence | None:
+        """Who gets rows next, by rank: the last of `prefilling`, or the first in the queue if there is room for it."""
+        first = self.waiting[0] if self.waiting else None
+        if first and (not prefilling or first.rank < prefilling[-1].rank) and self._fits(first):
+            return self._admit()
+        return prefilling.pop() if prefilling else None
+
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        """Plan the next rows of a sequence that has known tokens to run; returns their number."""
+        table, slot, builder = self.table, seq.slot, self._builder
+        start = int(table.planned[slot])
+        if seq.wants_prompt_logprobs:
+            budget = min(budget, max(1, PROMPT_LOGPROB_ROWS - builder.num_logits))
+        end = min(seq.num_known, start + budget)
+        samples = end == seq.num_known
+        logits_from = end - samples
+        if seq.wants_prompt_logprobs:  # row p gives the logprob of prompt token p + 1
+            logits_from = min(logits_from, max(start, seq.prompt_logprobs_planned - 1))
+            seq.prompt_logprobs_planned = max(seq.prompt_logprobs_planned, min(end + 1, seq.num_prompt))
+        chunk = Chunk(seq, slot, start, end, logits_from)
+        builder.chunks.append(chunk)
+        builder.num_logits += end - logits_from
+        table.planned[slot] = end
+        if samples:
+            self.prefilling.remove(seq)
+            table.decoding[slot] = True
+            chunk.samplers.append(seq)
+            self._fork(seq, chunk)
+        return end - start
+
+    # ---- memory ----
+
+    def _fits(self, seq: Sequence) -> bool:
+        if not self.slots.num_free:
+            return False
+        hit = self._hit(seq)
+        idle = sum(map(self.pages.is_idle, hit))  # counted as free, but not to be taken for others
+        need = pages_for(seq.num_tokens, self.page_size) - len(hit) + idle
+        return need + self.table.count_growing(self.page_size) <= self.pages.num_free
+
+    def _hit(self, seq: Sequence) -> list[int]:
+        """Pages that hold the beginning of its prompt, if worth it. A sequence that ran before (or whose leader did)
+        gets those it had, or none: its text stays what it was."""
+        if self.prefix is None or seq.request.prompt_logprobs is not None:
+            return []
+        end, prompt = seq.num_prompt - 1, seq.prompt  # the last token must run: its logits are wanted
+        extend_keys(seq.keys, seq.tokens, end, self.page_size, prompt.images, prompt.namespace)
+        pages = self.prefix.lookup(seq.keys[: (end if seq.hit is None else seq.hit) // self.page_size])
+        found = len(pages) * self.page_size
+        return pages if found > self.prefix_keep and seq.hit in (None, found) else []
+
+    def _admit(self) -> Sequence:
+        seq, hit = self.waiting[0], self._hit(self.waiting[0])
+        insort(self.running, seq, key=_rank)  # first in, then out: an interrupt in between loses nothing (`restart`)
+        del self.waiting[0]
+        self._occupy(seq, hit, pages_for(seq.num_tokens, self.page_size))
+        insort(self.prefilling, seq, key=_rank)
+        cached = len(hit) * self.page_size
+        if self.prefix is not None and not seq.num_preemptions:
+            self.prefix.queries, self.prefix.hits = self.prefix.queries + seq.num_prompt, self.prefix.hits + cached
+            seq.request.num_cached_tokens = seq.request.num_cached_tokens if seq.index else cached
+        seq.hit = cached
+        if hit:
+            start, table = cached - self.prefix_keep, self.table
+            table.planned[seq.slot] = table.ring_floor[seq.slot] = start
+            table.kv_floor[seq.slot] = cached
+            table.floor[seq.slot] = max(start, seq.floor)
+            self._builder.remember += look_back(seq, start, self.look_back)
+        return seq
+
+    def _fork(self, leader: Sequence, chunk: Chunk) -> None:
+        """Samples of the same prompt go on from a copy of its memory; those that find no room queue by themselves."""
+        for seq in leader.followers:
+            full, rest = divmod(chunk.end, self.page_size)
+            need = bool(rest) + self.table.count_growing(self.page_size) + 1
+            if not self.slots.num_free or need > self.pages.num_free:
+                seq.hit = leader.hit
+                insort(self.waiting, seq, key=_rank)
+                continue
+            insort(self.running, seq, key=_rank)
+            self._occupy(seq, leader.pages[:full], full + bool(rest))
+            for name in ("planned", "floor", "ring_floor", "kv_floor", "decoding"):
+                column = getattr(self.table, name)
+                column[seq.slot] = column[leader.slot]
+            self._builder.slot_copies.append((leader.slot, seq.slot))
+            if rest:
+                self._builder.page_copies.append((leader.pages[full], seq.pages[full]))
+            chunk.samplers.append(seq)
+        leader.followers = []
+
+    def _occupy(self, seq: Sequence, shared: list[int], num_pages: int) -> None:
+        """Give a sequence a slot and `num_pages` pages, the first of them `shared`."""
+        (seq.slot,) = self.slots.take(1)
+        seq.num_known = seq.num_tokens
+        if seq.request.prompt_logprobs is not None:
+            seq.prompt_logprobs_planned = len(seq.request.prompt_logprobs)
+        self.table.occupy(seq, next(self._incarnations))
+        self._order = None
+        self.pages.share(shared)
+        self._extend(seq, shared)
+        self._extend(seq, self.pages.take(num_pages - len(shared)))
+        self._builder.admitted.append(seq)
+
+    def _extend(self, seq: Sequence, pages: list[int]) -> None:
+        first = len(seq.pages)
+        self._builder.page_updates += [(seq.slot, first + i, page) for i, page in enumerate(pages)]
+        seq.pages += pages
+        self.table.num_pages[seq.slot] = len(seq.pages)
+
+    def _displace(self) -> None:
+        """Make room for the first in the queue at the cost of running sequences of lower priority."""
+        while self.waiting and self.running and not self._fits(self.waiting[0]):
+            victim = self.running[-1]
+            fenced = self.pages.num_fenced or self.slots.num_fenced  # perhaps enough already
+            if victim.request.priority <= self.waiting[0].request.priority or fenced:
+                return
+            self._preempt(victim)
 
     def _preempt(self, seq: Sequence) -> None:
-        self.waiting.appendleft(seq)
-        self.running.remove(seq)
+        insort(self.waiting, seq, key=_rank)
         self._release(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
 
     def _release(self, seq: Sequence) -> None:
-        if not seq.slot:
-            return
+        self.running.remove(seq)
+        if seq in self.prefilling:
+            self.prefilling.remove(seq)
         pages, slot = seq.pages, seq.slot
-        seq.pages, seq.slot, seq.num_computed = [], 0, 0
-        self.pages.give_back(pages)
+        seq.pages, seq.slot, self._order = [], 0, None
+        self.table.vacate(slot)
+        self.pages.give_back(pages[::-1])  # the end of a prefix is the first to be forgotten
         self.slots.give_back([slot])
-
-
-def _run(seq: Sequence, count: int) -> Run:
-    start, end = seq.num_computed, seq.num_computed + count
-    logits_from = end - 1 if end == seq.num_tokens else end
-    if (
-        seq.wants_prompt_logprobs
-    ):  # row p gives the logprob of prompt token p + 1; rows before were done before a preemption
-        logits_from = min(logits_from, max(start, seq.next_prompt_logprob - 1))
-    return Run(seq, start, end, logits_from)
-
-
-def _ranges(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """begin, begin + 1, ..., `count` numbers of each, joined: one array operation for all runs."""
-    return np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-
-
-def _plan(step: int, runs: list[Run], compact: bool, page_updates: list[tuple[int, int, int]]) -> StepPlan:
-    facts = [(run.start, run.count, run.end - run.logits_from, run.seq.slot, run.seq.floor) for run in runs]
-    starts, counts, logits, slots, floors = np.array(facts, dtype=np.int64).T
-    firsts = np.cumsum(counts) - counts
-    tokens = chain.from_iterable(run.seq.tokens(run.start, run.end) for run in runs)
-    ids = np.fromiter(tokens, np.int32, counts.sum())
-    positions = _ranges(starts, counts).astype(np.int32)
-    is_image = np.zeros(len(ids), dtype=np.bool_)
-    for run, first in zip(runs, firsts, strict=True):
-        for span in run.seq.prompt.images:
-            begin, end = max(span.start, run.start), min(span.start + span.length, run.end)
-            is_image[first + begin - run.start : first + max(begin, end) - run.start] = True
-    floor = np.repeat(floors.astype(np.int32), counts)
-    kept = np.flatnonzero(positions >= floor) if compact else None
-    if kept is not None and len(kept) == len(ids):
-        kept = None
-    return StepPlan(
-        step=step,
-        runs=runs,
-        ids=ids,
-        positions=positions,
-        slots=np.repeat(slots.astype(np.int32), counts),
-        run_start=np.repeat(firsts.astype(np.int32), counts),
-        is_image=is_image,
-        window_floor=floor,
-        kept=kept,
-        logit_rows=_ranges(firsts + counts - logits, logits),
-        page_updates=np.array(page_updates, dtype=np.int64).reshape(-1, 3),
-    )

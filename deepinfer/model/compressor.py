@@ -36,6 +36,6 @@ def write_global_kv(
         cos, sin = rows.pair
     latent = ops.rms_norm(latent, w.norm, config.rms_norm_eps)  # [T, D]
     key = ops.rms_norm(ops.linear(latent, w.wk, None, exact), w.k_norm, config.rms_norm_eps)  # before RoPE and rounding
-    where = (state.page_table, rows.slots, rows.positions, spec.ratio, state.page_size)
+    where = (state.page_table, rows.kv_slots, rows.positions, spec.ratio, state.page_size)
     ops.page_write(state.latent[spec.index], ops.pack_latent(ops.rope(latent, cos, sin, False)), *where)
     ops.index_page_write(state.index_key[spec.index], ops.pack_index(ops.rope(key, cos, sin, False)), *where)

@@ -95,6 +95,26 @@ class ModelState:
     def ring(self) -> int:
         return self.window[0].shape[1]
 
+    def copy_slots(self, src: Tensor, dst: Tensor) -> None:
+        """Fork: windows, open pairs and look-back ids of slots `src` to `dst`, int64 [n], `dst` distinct.
+
+        The rows of the page table are the caller's.
+        """
+        for group in (*self.window, *self.draft_window, *self.open_pair.values(), self.history):
+            group[dst] = group[src]
+
+    def copy_pages(self, src: Tensor, dst: Tensor) -> None:
+        """Latents and index keys of pages `src` to `dst`, int64 [n], `dst` distinct."""
+        for group in (*self.latent.values(), *self.index_key.values()):
+            group[dst] = group[src]
+
+    def remember(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        """Write look-back ids of rows that do not run: slots, positions int64 [n], ids int32 [n] (-1: image).
+
+        A sequence that starts at position p reads those of [p - engram_max_ngram_size + 1, p).
+        """
+        self.history[slots, positions % self.history.shape[1]] = ids
+
     def groups(self) -> Mapping[str, int]:
         """Bytes held per group, for the start-up log."""
         size = lambda ts: sum(t.numel() * t.element_size() for t in ts)  # noqa: E731
@@ -139,11 +159,15 @@ class StepInputs:
     run_start: Tensor  # int32 [T], index of the run's first row
     is_image: Tensor  # bool [T], the row lies inside an image span
     window_floor: Tensor  # int32 [T], oldest window key that exists for the layers after the last KV source
-    logit_rows: Tensor  # int64 [S], rows whose logits are wanted, ascending (each one kept)
+    logit_rows: Tensor  # int64 [S], rows whose logits are wanted, ascending, may repeat (each one kept)
     kept: Tensor | None = None  # int64 [Tk], rows the decoder half runs on, ascending; None: all
     image_rows: Tensor | None = None  # int64 [N], rows whose embedding is replaced
     image_embeds: Tensor | None = None  # [N, hidden]
     want_taps: bool = True  # False: no draft reads them
+    # For sequences that start at a prefix hit (an even position). Rows run again below the hit must not rewrite the
+    # shared pages: their slot here is 0, whose page table row points at page 0. Reads always go through `slots`.
+    kv_slots: Tensor | None = None  # int32 [T], slot whose page table row global KV is written through; None: `slots`
+    ring_floor: Tensor | None = None  # int32 [T], oldest window key that exists in every layer; None: 0
 
 
 @dataclass
@@ -158,10 +182,12 @@ class Rows:
 
     positions: Tensor  # int32 [T]
     slots: Tensor  # int32 [T]
+    kv_slots: Tensor  # int32 [T], where global KV goes
     run_start: Tensor  # int32 [T]
     run_last: Tensor  # int32 [T], position of the run's last row
     first: Tensor  # int32 [T]
-    floor: Tensor  # int32 [T]
+    ring_floor: Tensor  # int32 [T], oldest window key of layers up to the last KV source
+    floor: Tensor  # int32 [T], the same of later layers
     is_image: Tensor  # bool [T]
     row: Tensor  # int32 [T], the row's index in this step's window records
     rope: tuple[Tensor, Tensor]  # cos, sin float32 [T, R] of ratio-0 layers
@@ -173,8 +199,8 @@ class Rows:
         take = lambda t: t[kept]  # noqa: E731
         pick = lambda cs: (cs[0][kept], cs[1][kept])  # noqa: E731
         return Rows(
-            *(take(t) for t in (self.positions, self.slots, self.run_start, self.run_last)),
-            *(take(t) for t in (self.first, self.floor, self.is_image, self.row)),
+            *(take(t) for t in (self.positions, self.slots, self.kv_slots, self.run_start, self.run_last)),
+            *(take(t) for t in (self.first, self.ring_floor, self.floor, self.is_image, self.row)),
             *(pick(cs) for cs in (self.rope, self.yarn, self.pair)),
         )
 
@@ -192,4 +218,4 @@ class Rows:
 
 def layer_window(spec: LayerSpec, config: ModelConfig, rows: Rows) -> Tensor:
     """Floor of a layer's window keys: only layers after the last KV source lose rows to decoder replay."""
-    return rows.floor if spec.index > config.decoder_start else torch.zeros_like(rows.floor)
+    return rows.floor if spec.index > config.decoder_start else rows.ring_floor

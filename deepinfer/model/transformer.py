@@ -51,7 +51,7 @@ class Transformer:
             tensors["norm.weight"],
         )
         self.device = self.embed.device
-        self.layers = [(spec, layer_weights(config, spec, tensors)) for spec in config.layers]
+        self.layers = [(spec, layer_weights(config, spec, tensors, numerics)) for spec in config.layers]
         self.inv_freq = [inverse_frequencies(config, yarn).to(self.device) for yarn in (False, True)]
         self.engram: engram.EngramTables | None = None
         if config.engram_layer_ids:
@@ -119,18 +119,21 @@ class Transformer:
         return streams, f_pre
 
     def prepare(self, step: StepInputs) -> Rows:
-        """Row metadata of a step: run ends, RoPE angles."""
+        """Row metadata of a step: run ends, floors, RoPE angles."""
         row = torch.arange(step.ids.shape[0], dtype=torch.int32, device=step.ids.device)
         start = step.run_start.long()
         last_row = torch.zeros_like(start).scatter_reduce(0, start, row.long(), "amax")[start]
         pair = step.positions - step.positions % 2
+        low, floor = step.ring_floor, step.window_floor
         return Rows(
             positions=step.positions,
             slots=step.slots,
+            kv_slots=step.slots if step.kv_slots is None else step.kv_slots,
             run_start=step.run_start,
             run_last=step.positions[last_row],
             first=step.positions[start],
-            floor=step.window_floor,
+            ring_floor=torch.zeros_like(floor) if low is None else low,
+            floor=floor if low is None else torch.maximum(floor, low),
             is_image=step.is_image,
             row=row,
             rope=cos_sin(step.positions, self.inv_freq[0]),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.model.config import LayerSpec, ModelConfig
+from deepinfer.ops import registry
 
 Ops = SimpleNamespace  # deepinfer.ops.QUANTISED or deepinfer.ops.EXACT
 Activation = tuple[Tensor, Tensor | None]  # (e4m3, E8M0) or, in exact numerics, (float32, None)
@@ -121,10 +122,15 @@ class Source:
         return HyperWeights(self[f"hc_{name}_fn"], self[f"hc_{name}_base"], self[f"hc_{name}_scale"])
 
 
-def layer_weights(config: ModelConfig, spec: LayerSpec, tensors: Mapping[str, Tensor]) -> LayerWeights:
-    """The parameters of one block or draft stage."""
+def layer_weights(
+    config: ModelConfig, spec: LayerSpec, tensors: Mapping[str, Tensor], numerics: str = "exact"
+) -> LayerWeights:
+    """The parameters of one block or draft stage; in quantised numerics in the layout that the device's ops read."""
     s = Source(tensors, spec.name + ".")
     bias = s["ffn.gate.bias"]
+    experts = (*s.fp8("ffn.experts.w13"), *s.fp8("ffn.experts.w2"))
+    if numerics == "quantised":
+        experts = registry.prepare("experts", experts[0].device.type, *experts)
     return LayerWeights(
         attn_norm=s["attn_norm.weight"],
         ffn_norm=s["ffn_norm.weight"],
@@ -135,8 +141,8 @@ def layer_weights(config: ModelConfig, spec: LayerSpec, tensors: Mapping[str, Te
             gate=s["ffn.gate.weight"],
             bias=bias,
             bias_vl=bias if spec.draft or config.vision is None else s["ffn.gate.bias_vl"],
-            w13=s.fp8("ffn.experts.w13"),
-            w2=s.fp8("ffn.experts.w2"),
+            w13=Fp8Linear(*experts[:2]),
+            w2=Fp8Linear(*experts[2:]),
             shared_w13=s.fp8("ffn.shared_experts.w13"),
             shared_w2=s.fp8("ffn.shared_experts.w2"),
         ),

@@ -32,13 +32,14 @@ class Provider:
     """An implementation of one op on one device type.
 
     `install` registers it at the dispatcher (called at most once); `why_not` returns None when usable here, else the
-    reason.
+    reason; `prepare` turns weights as stored into the layout that it reads (same bytes, same shapes).
     """
 
     name: str
     device: str
     install: Callable[[], None]
     why_not: Callable[[], str | None] = lambda: None
+    prepare: Callable[..., tuple[Any, ...]] = lambda *weights: weights
 
 
 @dataclass
@@ -100,6 +101,7 @@ def implement(
     install: Callable[[], None] | Callable[..., Any],
     *,
     why_not: Callable[[], str | None] = lambda: None,
+    prepare: Callable[..., tuple[Any, ...]] = lambda *weights: weights,
     python: bool = False,
 ) -> None:
     """Declare `provider` for op `name` on `device`, preferred over everything declared before.
@@ -109,7 +111,21 @@ def implement(
     if name not in OPS:
         raise ConfigError(f"provider {provider!r} implements unknown op {name!r}; known: {', '.join(sorted(OPS))}")
     step = _installer(name, install, DISPATCH_KEYS[device]) if python else install
-    OPS[name].providers.insert(0, Provider(provider, device, step, why_not))
+    OPS[name].providers.insert(0, Provider(provider, device, step, why_not, prepare))
+
+
+def register(name: str, fn: Callable[..., Any], device: str) -> None:
+    """Make `fn` the implementation of an op on a device: what `install` of a provider in Python calls."""
+    _LIB.impl(name, fn, DISPATCH_KEYS[device])
+
+
+def prepare(name: str, device: str, *weights: Any) -> tuple[Any, ...]:
+    """Weights of op `name` as the provider chosen on `device` ("cpu", "cuda", "npu") reads them."""
+    op = OPS[name]
+    for provider in op.providers:
+        if provider.device == device and provider.name == op.chosen.get(device):
+            return provider.prepare(*weights)
+    return weights  # a device without kernels, such as meta
 
 
 def parse_overrides(text: str) -> dict[str, str]:

@@ -100,6 +100,7 @@ class Ours:
 
         rows = max(BATCHES) * max(PROMPTS)
         limits = {"max_num_seqs": max(BATCHES), "max_num_batched_tokens": rows, "max_model_len": 1024}
+        limits |= {"async_scheduling": False, "enable_prefix_caching": False}  # one step is timed at a time
         self.llms = {model: LLM(model, **limits) for model in MODELS}
         self.mode = "+".join(sorted(set(registry.chosen("cpu").values())))
         self.isa = native.isa()

@@ -17,6 +17,7 @@ from torch import Tensor
 from deepinfer.config import EngineConfig
 from deepinfer.engine.core import Engine
 from deepinfer.engine.requests import Prompt
+from deepinfer.model.config import ModelConfig
 from deepinfer.model.state import ModelState, StepInputs, StepOutputs
 from deepinfer.model.synthetic import tiny
 
@@ -98,8 +99,9 @@ class MockModel:
         pool = next(pool for source, pool in state.latent.items() if pool.shape[1] == state.page_size)
         ring = state.window[0]
         slots, positions = step.slots.long(), step.positions.long()
-        pages = state.page_table[slots, positions // state.page_size].long()
-        assert (pages > 0).all(), "a row without a page"
+        kv_slots = slots if step.kv_slots is None else step.kv_slots.long()
+        pages = state.page_table[kv_slots, positions // state.page_size].long()
+        assert (pages[kv_slots > 0] > 0).all(), "a row without a page"
         pool[pages, positions % state.page_size] = step.ids.float().unsqueeze(1)
         wanted = [(int(slots[row]), int(positions[row])) for row in step.logit_rows]
         answers = [self.answer(self._history(pool, state, slot, p)) for slot, p in wanted]
@@ -124,37 +126,35 @@ class MockModel:
         assert (step.positions[kept] >= step.window_floor[kept]).all() or step.kept is None
         for row in rows[step.run_start == rows]:  # the newest earlier row that a run needs is still in its ring
             before = int(step.positions[row]) - 1
-            if before >= 0:
+            if before >= (0 if step.ring_floor is None else int(step.ring_floor[row])):
                 assert float(state.window[0][int(step.slots[row]), before % state.ring, 0]) == before
 
 
-def mock_engine(model: MockModel | None = None, *, poison: bool = True, **options: Any) -> Engine:
+def mock_engine(
+    model: MockModel | None = None, *, poison: bool = True, model_config: ModelConfig = CONFIG, **options: Any
+) -> Engine:
     """An engine over the mock; small pages, and freed memory turns to NaN."""
     chosen: dict[str, Any] = {"num_pages": 40, "page_size": 8, "max_num_seqs": 4, **options}
     config = EngineConfig("mock", numerics="exact", **chosen)
-    engine = Engine(config, CONFIG, model or MockModel(), TOKENIZER)
+    engine = Engine(config, model_config, model or MockModel(), TOKENIZER)
     if poison:
         poison_freed(engine)
     return engine
 
 
 def poison_freed(engine: Engine) -> None:
-    """From now on every freed page and slot is filled with NaN (codes of 0xFF in quantised pools)."""
+    """From now on every page and slot whose content is given up is filled with NaN (0xFF in quantised pools)."""
     state, scheduler = engine.runner.state, engine.scheduler
 
-    def wrap(give_back: Callable[[list[int]], None], tensors: list[Tensor]) -> Callable[[list[int]], None]:
-        def poisoned(numbers: list[int]) -> None:
-            numbers = list(numbers)
+    def poison(tensors: list[Tensor]) -> Callable[[int], None]:
+        def fill(number: int) -> None:
             for tensor in tensors:
-                tensor[numbers] = float("nan") if tensor.is_floating_point() else 255
-            give_back(numbers)
+                tensor[number] = float("nan") if tensor.is_floating_point() else 255
 
-        return poisoned
+        return fill
 
-    by_page = [*state.latent.values(), *state.index_key.values()]
-    by_slot = [*state.window, *state.draft_window, *state.open_pair.values()]
-    scheduler.pages.give_back = wrap(scheduler.pages.give_back, by_page)  # type: ignore[method-assign]
-    scheduler.slots.give_back = wrap(scheduler.slots.give_back, by_slot)  # type: ignore[method-assign]
+    scheduler.pages.on_reuse = poison([*state.latent.values(), *state.index_key.values()])
+    scheduler.slots.on_reuse = poison([*state.window, *state.draft_window, *state.open_pair.values()])
 
 
 def text_prompt(text: str) -> Prompt:

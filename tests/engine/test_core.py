@@ -26,6 +26,7 @@ from engine.mock_engine import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer.engine import sampler as core_sampler
 from deepinfer.engine.core import Engine
 from deepinfer.engine.requests import ImageSpan, Prompt
 from deepinfer.engine.sampler import token_logprobs
@@ -447,25 +448,35 @@ def test_an_interrupt_after_sampling_repeats_nothing_that_ended(monkeypatch: pyt
     engine = mock_engine()
     for name, length in (("short", 3), ("long", 6)):
         engine.add_request(text_prompt(name), SamplingParams(max_tokens=length, seed=0, ignore_eos=True), name)
-    engine.step()
-    engine.step()
     requests = dict(engine.requests)
+
+    def interrupted(seqs: list[Any]) -> None:
+        if seqs:
+            raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "remove", lambda seqs: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(engine.scheduler, "remove", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engine.step()
+            run(engine)
+    assert requests["short"].finished and not requests["long"].finished
     engine.abort([requests["short"]])
     run(engine)
     assert [len(requests[name].sequences[0].output_ids) for name in ("short", "long")] == [3, 6]
 
 
-def test_noise_is_keyed_by_the_position_of_the_token() -> None:
+def test_noise_is_keyed_by_the_position_of_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    true_sample = core_sampler.sample
+
+    def spy(logits: torch.Tensor, rows: list[core_sampler.SamplingRow]) -> list[core_sampler.Sampled]:
+        seen.extend((row.position, len(row.prompt_ids) + len(row.output_ids)) for row in rows)
+        return true_sample(logits, rows)
+
+    monkeypatch.setattr(core_sampler, "sample", spy)
     engine = mock_engine()
-    request = engine.add_request(text_prompt("Q"), SamplingParams(max_tokens=5, ignore_eos=True))
-    seq = request.sequences[0]
-    for count in range(5):
-        assert seq.row.position == seq.num_tokens == seq.num_prompt + count
-        engine.step()
+    engine.add_request(text_prompt("Q"), SamplingParams(max_tokens=5, ignore_eos=True))
+    run(engine)
+    assert seen == [(p, p) for p in range(2, 7)]
 
 
 def test_check_idle_finds_leaks_and_leftovers() -> None:
