@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,8 +44,9 @@ def run_batch(model: str, source: str, target: str, max_inflight: int | None, **
     Exit code 1 when a result is an error.
     """
     config = options.engine_config(model, values)
-    requests = read_batch(source, SamplingParams.defaults_of(model))
-    if not Path(model).is_dir():  # a synthetic name: its folder is made for a good file only
+    synthetic = options.is_synthetic(model)  # its folder is made for a good file only
+    requests = read_batch(source, SamplingParams() if synthetic else options.generation_defaults(model))
+    if synthetic:
         requests = read_batch(source, options.generation_defaults(model))
     results = ResultFile(target, {request.custom_id for request in requests})
     num_errors = 0

@@ -30,7 +30,7 @@ HELP = """\
 
 
 @click.command(cls=options.Command, short_help="Talk with the model in the terminal.")
-@options.model_option
+@options.model_option_or_default
 @click.option("--system", metavar="TEXT", help="system message")
 @click.option("--thinking/--no-thinking", default=None, help="think before answering")
 @click.option("--reasoning-effort", metavar="LEVEL", help="none, minimal, low, medium, high, xhigh, max, or 1 to 100")

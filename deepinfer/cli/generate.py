@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=options.Command, short_help="Continue prompts.")
-@options.model_option
+@options.model_option_or_default
 @click.option("--prompt", "-p", multiple=True, metavar="TEXT", help="a prompt (repeatable)")
 @click.option(
     "--prompts-file",

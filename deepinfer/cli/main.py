@@ -35,8 +35,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def cli() -> None:
     """Run DeepSeek-V4.1-Flash offline: generate, chat, process batch files, check an installation.
 
-    Start with `deepinfer doctor`. Without real weights, `deepinfer make-checkpoint tiny DIR` writes a small
-    random checkpoint in the released format that every other command accepts.
+    Start with `deepinfer chat`, which talks with the small model that comes along, or with `deepinfer doctor`.
+    `deepinfer make-checkpoint tiny DIR` writes random weights in the released format that every command takes.
     """
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from deepinfer.config import EngineConfig
+from deepinfer.config import DEFAULT_MODEL, SHIPPED, EngineConfig
 from deepinfer.params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -139,12 +139,10 @@ def given(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-model_option = click.option(
-    "--model",
-    "-m",
-    required=True,
-    metavar="DIR",
-    help="checkpoint folder, or the name of a synthetic one such as tiny",
+_MODEL_HELP = {field.name: field.metadata["help"] for field in fields(EngineConfig)}["model"]
+model_option = click.option("--model", "-m", required=True, metavar="MODEL", help=_MODEL_HELP)
+model_option_or_default = click.option(
+    "--model", "-m", default=DEFAULT_MODEL, metavar="MODEL", help=f"{_MODEL_HELP} [{DEFAULT_MODEL}]"
 )
 sampling_options = options_of(
     SamplingParams, "Sampling, per prompt (defaults: the checkpoint's generation_config.json)"
@@ -154,11 +152,16 @@ engine_options = options_of(EngineConfig, "Engine", skip=FROM_ARGUMENTS)
 
 def generation_defaults(model: str) -> SamplingParams:
     """What the checkpoint recommends. A synthetic name is written to the cache first, as by LLM; needs torch."""
-    if not Path(model).is_dir():
-        from deepinfer.engine.core import checkpoint_folder
+    if is_synthetic(model):
+        from deepinfer.engine.load import checkpoint_folder
 
-        model = str(checkpoint_folder(model))
-    return SamplingParams.defaults_of(model)
+        return SamplingParams.defaults_of(checkpoint_folder(model))
+    return SamplingParams.defaults_of(SHIPPED.get(model, Path(model)))
+
+
+def is_synthetic(model: str) -> bool:
+    """Whether `model` can only be the name of a synthetic checkpoint, which may have to be written first."""
+    return model not in SHIPPED and not Path(model).is_dir()
 
 
 def sampling_params(model: str, values: Mapping[str, Any]) -> SamplingParams:

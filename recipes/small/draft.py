@@ -1,6 +1,6 @@
 """Train the DSpark draft on the frozen, fake-quantised target: its taps, its distributions, texts it wrote itself.
 
-Belongs here: the draft's forward pass in training form, its loss (spec/dspark.md 3), sampling the target in parallel.
+Belongs here: the draft's forward pass in training form, its loss (spec/dspark.md 3), which blocks it learns from.
 Does not belong here: the target (twin.py), acceptance and calibration through the engine (evaluate.py).
 Legend: A blocks, g block size, N rows of the target's pass, H hidden, V vocabulary.
 """
@@ -28,10 +28,10 @@ from recipes.small.twin import QUANTISED, Kind, Mode, Twin, Weights
 PLAIN = Kind(0, False, False)
 ANCHOR_EVERY = 4  # rows of a sequence per block that is drafted from it
 POSITION_DECAY = 2.0  # weight of position k: exp(-k / 2), about what it adds to the length when 0.6 are accepted
-CE, TV, CONFIDENCE = 0.2, 0.8, 1.0
-OWN_SHARE = 0.3  # of the steps on the target's own texts, of which a minute makes about half a million tokens
-OWN_LENGTH, OWN_PROMPT = 128, 24  # a token of them costs a pass over the length
-EOS = 1
+CE, TV, CONFIDENCE = 0.3, 0.7, 1.0
+OWN_SHARE = 0.4  # of the steps on the target's own texts
+LENGTH, OWN_LENGTH = 512, 256  # tokens of a sequence; own texts have about 170, prompt included
+BOS, EOS = 0, 1
 
 
 def block_core(q: Tensor, context: Tensor, block: Tensor, valid: Tensor, sink: Tensor) -> Tensor:
@@ -139,36 +139,6 @@ def loss_of(logits: Tensor, confidence: Tensor, wanted: Tensor, real: Tensor) ->
     }
 
 
-@torch.no_grad()
-def resample(
-    model: Twin, ids: Tensor, prompt: int, temperature: float, generator: torch.Generator, deadline: float
-) -> tuple[Tensor, Tensor]:
-    """The target's own continuation of ids [B, T] after `prompt` tokens, and how many tokens of each row are settled.
-
-    Jacobi iteration: with the noise of every position drawn beforehand, a sample is a fixed point of "predict all
-    positions from the current text"; n rounds settle at least n tokens, on predictable text far more, without a cache.
-    A settled token stays: on a GPU a round may differ from the one before by a rounding, and where that flips a token
-    everything behind it would start again.
-    """
-    b, t = ids.shape
-    noise: Tensor | float = 0.0
-    if temperature > 0:
-        u = torch.rand((b * t, model.config.vocab_size), generator=generator, device=ids.device)
-        noise = -(-u.clamp_min(1e-20).log()).clamp_min(1e-20).log() * temperature
-    place = torch.arange(t, device=ids.device)
-    settled = torch.full((b,), prompt, device=ids.device)
-    for i in range(t):
-        choice = (model.logits(model.forward(ids, QUANTISED)) + noise).argmax(1).view(b, t)
-        new = torch.cat((ids[:, :1], choice[:, :-1]), 1)
-        fixed = place < settled.unsqueeze(1)
-        agree = ((new == ids) | fixed).long().cumprod(1).sum(1)
-        ids = torch.where(fixed, ids, new)
-        settled = (agree + 1).clamp_max(t)  # the first token that differed was predicted from settled ones
-        if i % 8 == 7 and (bool((settled == t).all()) or time.monotonic() > deadline):  # a sync, every eighth round
-            break
-    return ids, settled
-
-
 class DraftTrainer:
     def __init__(self, target: Twin, params: Weights, biases: Weights, seed: int) -> None:
         self.target, self.config = target, target.config
@@ -186,20 +156,20 @@ class DraftTrainer:
         self.model.compile()
         self.loss = torch.compile(loss_of)
 
-    def step(self, ids: Tensor, settled: Tensor, factor: float) -> dict[str, Tensor]:
-        """One update from ids int64 [B, T], of which `settled` [B] tokens a row count."""
+    def step(self, ids: Tensor, factor: float) -> dict[str, Tensor]:
+        """One update from ids int64 [B, T], which start at the start of a document."""
         c, g, (b, t) = self.config, self.config.dspark_block_size, ids.shape
         with torch.no_grad():
             out = self.target.forward(ids, QUANTISED, want_taps=True)
             taps = torch.cat(out.taps, 1)
             cos, sin = self.target.rope_tables(b, t)[0]
-            row, start = self._anchors(settled, b, t)
+            row, start = self.anchors(ids)
             at = (
                 row.unsqueeze(1) * t + start.unsqueeze(1) + torch.arange(g, device=ids.device)
             )  # rows of the block's tokens
             wanted = twin.logits_of(c, self.target.params, out.streams[at.flatten()], out.pre[at.flatten()])
             previous = ids.flatten()[at]  # anchor and the tokens after it
-            ended = (previous == EOS).long().cumsum(1) > 0
+            ended = ((previous == EOS) | (previous == BOS)).long().cumsum(1) > 0
         keys = self.model.context(taps, cos, sin, QUANTISED)
         near = start.unsqueeze(1) - torch.arange(c.sliding_window, 0, -1, device=ids.device)  # [A, W]
         rows = row.unsqueeze(1) * t + near.clamp_min(0)
@@ -212,70 +182,43 @@ class DraftTrainer:
         self.bias += BIAS_RATE * factor * torch.sign(loads.mean(1, keepdim=True) - loads)
         return values
 
-    def _anchors(self, settled: Tensor, b: int, t: int) -> tuple[Tensor, Tensor]:
-        """(sequence, position) of the anchors of one step, inside what is settled."""
-        per, g = max(1, t // ANCHOR_EVERY), self.config.dspark_block_size
-        u = torch.rand((b, per), generator=self.generator, device=settled.device)
-        room = (settled - g - 1).clamp_min(1).unsqueeze(1)
-        start = 1 + (u * room).long()
-        row = torch.arange(b, device=settled.device).unsqueeze(1).expand(-1, per)
-        return row.flatten(), start.flatten().clamp_max(t - g)
-
-
-def own_texts(trainer: DraftTrainer, corpus: Corpus, batch_tokens: int, seconds: float) -> list[tuple[Tensor, Tensor]]:
-    """Texts by the target, prompted with the starts of documents: one batch at temperature 1, then two at 0."""
-    pool: list[tuple[Tensor, Tensor]] = []
-    first = corpus.batch(max(1, batch_tokens // OWN_LENGTH), OWN_LENGTH)[:, :-1]
-    with torch.no_grad():  # compiles before the clock runs
-        trainer.target.logits(trainer.target.forward(to_device(first, str(trainer.target.device)), QUANTISED))
-    begin = time.monotonic()
-    while not pool or time.monotonic() - begin < seconds:
-        ids = corpus.batch(max(1, batch_tokens // OWN_LENGTH), OWN_LENGTH)[:, :-1]
-        temperature = 0.0 if len(pool) % 3 else 1.0
-        deadline = begin + seconds
-        ids, settled = resample(
-            trainer.target,
-            to_device(ids, str(trainer.target.device)),
-            OWN_PROMPT,
-            temperature,
-            trainer.generator,
-            deadline,
-        )
-        pool.append((ids, settled))
-        print(
-            f"own texts: temperature {temperature:g}, {float(settled.float().mean()):.0f} of {OWN_LENGTH} settled",
-            flush=True,
-        )
-    return pool
+    def anchors(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(sequence, position) of the anchors of one step: any place whose block is inside the sequence."""
+        (b, t), g = ids.shape, self.config.dspark_block_size
+        u = torch.rand((b, max(1, t // ANCHOR_EVERY)), generator=self.generator, device=ids.device)
+        row = torch.arange(b, device=ids.device).unsqueeze(1).expand_as(u)
+        return row.flatten(), (1 + u * (t - g)).long().flatten().clamp_max(t - g)
 
 
 def run(
     trainer: DraftTrainer,
     corpus: Corpus,
+    own: Corpus | None,
     *,
     seed: int,
     steps: int,
     batch_tokens: int,
     seconds: float,
-    sample_seconds: float,
+    rate: float,
     log: Path,
     every: int,
 ) -> int:
-    """Sample, then train; the learning rate ends with the steps or with the seconds, whichever come first."""
-    pool = own_texts(trainer, corpus, batch_tokens, sample_seconds)
+    """Train on the corpus and on the target's own texts; the learning rate ends with the steps or with the seconds,
+    whichever come first."""
     generator = torch.Generator().manual_seed(seed)
     meters: dict[str, list[Tensor]] = {}
     begin, step = time.monotonic(), 0
     while step < steps and time.monotonic() - begin < seconds:
-        if float(torch.rand((), generator=generator)) < OWN_SHARE:
-            ids, settled = pool[int(torch.randint(len(pool), (), generator=generator))]
-        else:
-            ids = to_device(corpus.batch(max(1, batch_tokens // 512), 512)[:, :-1], str(trainer.target.device))
-            settled = torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+        source, length = corpus, LENGTH
+        if own is not None and float(torch.rand((), generator=generator)) < OWN_SHARE:
+            source, length = own, OWN_LENGTH
+        ids = to_device(source.batch(max(1, batch_tokens // length), length)[:, :-1], str(trainer.target.device))
         done = max(step / steps, (time.monotonic() - begin) / seconds)
-        factor = min(1.0, (step + 1) / 100) * min(1.0, 0.03 + 1.4 * (1 - done))
-        for name, value in trainer.step(ids, settled, factor).items():
+        factor = min(rate, (step + 1) / 100) * min(1.0, 0.03 + 1.4 * (1 - done))
+        for name, value in trainer.step(ids, factor).items():
             meters.setdefault(name, []).append(value)
+            if source is own and name in ("greedy", "length T0"):
+                meters.setdefault(f"own {name}", []).append(value)
         step += 1
         if step % every == 0 or step == steps:
             means = {k: torch.stack(v).mean(0).cpu() for k, v in meters.items()}
@@ -290,6 +233,7 @@ def run(
 
 def stage(args: argparse.Namespace, device: str) -> None:
     """The command: read the target (and an earlier draft to go on from, if any) from --resume, write into --work."""
+    begin = time.monotonic()
     config = small(args.tokenizer)
     start, _ = files.load(args.resume, "target", device)
     plan = Plan(1, args.batch_tokens)
@@ -297,25 +241,31 @@ def stage(args: argparse.Namespace, device: str) -> None:
     for p in whole.twin.params.values():
         p.requires_grad_(False)
     params, biases = twin.initialise(config, args.seed + 1, device)
+    before = 0
     if (args.resume / "draft-0.safetensors").exists():
-        earlier = files.load(args.resume, "draft", device)[0]
+        earlier, state = files.load(args.resume, "draft", device)
+        before = state["steps"]
         params |= {n: v for n, v in earlier.items() if n in params}
         biases |= {n: v for n, v in earlier.items() if n in biases}
     trainer = DraftTrainer(whole.twin, params, biases, args.seed)
     if args.compile and device.startswith("cuda"):
         trainer.compile()
+    while args.data and args.wait and not (args.data / "meta.json").exists():  # written last by prepare.py
+        time.sleep(0.5)
     corpus = Corpus(args.data / "train.bin" if args.data else None, config.vocab_size, args.seed + 1)
+    own = Corpus(args.own / "own.bin", config.vocab_size, args.seed + 2) if args.own else None
     args.work.mkdir(parents=True, exist_ok=True)
     steps = run(
         trainer,
         corpus,
+        own,
         seed=args.seed,
         steps=args.steps,
         batch_tokens=args.batch_tokens,
-        seconds=args.seconds,
-        sample_seconds=args.sample_seconds,
+        rate=args.rate,
+        seconds=args.seconds - (time.monotonic() - begin),
         log=args.work / "draft.jsonl",
         every=args.every,
     )
-    files.save(args.work, "draft", trainer.params | trainer.model.biases, {"steps": steps, "seed": args.seed})
+    files.save(args.work, "draft", trainer.params | trainer.model.biases, {"steps": before + steps, "seed": args.seed})
     print(f"saved the draft after {steps} steps in {args.work}")

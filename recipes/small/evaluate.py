@@ -22,10 +22,12 @@ from deepinfer.text.tokenizer import engram_token_map
 from recipes.small import files
 from recipes.small.data import Corpus
 from recipes.small.host import Host, Run
+from recipes.small.prepare import held_out_prompts
 from recipes.small.twin import BF16, QUANTISED, Mode, Twin
 
-BITS_TOKENS, BATCH_TOKENS = 60_000, 32_768
+BITS_TOKENS, BATCH_TOKENS = 16_000, 8_192
 PROMPTS, OUTPUT = 200, 96  # requests and tokens of acceptance and margins
+FIT_PROMPTS, FIT_SEED = 400, 1000  # requests that the calibration is fitted on
 NEEDLE_CASES = 12  # per kind and length
 MARGIN = 1e-3
 TAUS = np.geomspace(0.1, 10, 41)
@@ -92,16 +94,15 @@ def _ece(predicted: np.ndarray, happened: np.ndarray) -> float:
     return float(sum(gaps) / len(predicted))
 
 
-def calibrate(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
+def calibrate(fitted: Sequence[Run], judged: Sequence[Run]) -> list[tuple[float, float, float]]:
     """Sequential temperature scaling: (tau, error before, error after) per position, of P(at least i accepted).
 
-    Fitted on every second request and judged on the others (spec/dspark.md 6).
+    Fitted on some requests and judged on others (spec/dspark.md 6).
     """
-    parts = []
-    for half in (0, 1):
-        blocks = [b for r in runs[half::2] for b in r.blocks]
-        parts.append((torch.stack([b.raw for b in blocks]).double().numpy(), np.array([b.accepted for b in blocks])))
-    (fit_raw, fit_accepted), (raw, accepted) = parts
+    (fit_raw, fit_accepted), (raw, accepted) = (
+        (torch.stack([b.raw for b in blocks]).double().numpy(), np.array([b.accepted for b in blocks]))
+        for blocks in ([b for r in runs for b in r.blocks] for runs in (fitted, judged))
+    )
     fit_survival, survival, plain = np.ones(len(fit_raw)), np.ones(len(raw)), np.ones(len(raw))
     rows = []
     for i in range(raw.shape[1]):
@@ -186,7 +187,7 @@ def stage(args: argparse.Namespace, device: str) -> None:
     rows = [json.loads(line) for line in (args.data / "prompts.jsonl").read_text("utf-8").splitlines()]
     prompts = [r["prompt"] for r in rows[: few or PROMPTS]]
     size = sum(f.stat().st_size for f in args.checkpoint.iterdir())
-    report: list[str] = ["# small: results\n", _origin(size, state)]
+    report: list[str] = ["# small: results\n", _origin(size, state, args.made)]
 
     def add(title: str, write: Callable[[], str]) -> None:
         report.append(f"## {title}\n\n{write()}")
@@ -204,12 +205,12 @@ def stage(args: argparse.Namespace, device: str) -> None:
     print(args.work / "RESULTS.md")
 
 
-def _origin(size: int, state: dict[str, Any]) -> str:
+def _origin(size: int, state: dict[str, Any], made: str) -> str:
     seen = state["step"] * state["batch_tokens"] / 1e6
     return (
         f"Written by `python -m recipes.small.run evaluate`. Checkpoint: {size:,} bytes with its tokenizer; "
         f"the target saw {seen:.0f}M tokens in {state['step']:,} steps (seed {state['seed']}). "
-        "Vision keeps its synthetic weights.\n"
+        f"Vision keeps its synthetic weights.{' ' * bool(made)}{made}\n"
     )
 
 
@@ -246,15 +247,17 @@ def _recall(model: Twin, corpus: Corpus, lengths: Sequence[int]) -> str:
 
 def _draft(host: Host, prompts: Sequence[str], few: int) -> str:
     g, encoded = host.config.dspark_block_size, [host.tokenizer.encode(p) for p in prompts]
-    text = ""
+    others = [host.tokenizer.encode(r["prompt"]) for r in held_out_prompts(FIT_SEED, few or FIT_PROMPTS)]
+    text, tokens = f"Calibration is fitted on {len(others)} other prompts.\n\n", 16 if few else OUTPUT
     for temperature in (0.0, 1.0):
         generator = torch.Generator().manual_seed(int(temperature))
-        runs = host.speculate(encoded, 16 if few else OUTPUT, temperature, generator)
+        runs = host.speculate(encoded, tokens, temperature, generator)
+        fitted = host.speculate(others, tokens, temperature, generator)
         a = acceptance(runs, g)
         per = ", ".join(f"{x:.3f}" for x in a["per position"])
         text += f"Temperature {temperature:g}: acceptance length {a['length']:.2f} over {a['blocks']} blocks of "
         text += f"{len(runs)} prompts; accepted at position 1 to {g}, given those before: {per}.\n\n"
-        rows = [[i + 1, f"{t:.2f}", _percent(b), _percent(e)] for i, (t, b, e) in enumerate(calibrate(runs))]
+        rows = [[i + 1, f"{t:.2f}", _percent(b), _percent(e)] for i, (t, b, e) in enumerate(calibrate(fitted, runs))]
         text += _table(["position", "tau", "calibration error before", "after"], rows) + "\n"
         if temperature == 0:
             gaps = [x for r in runs for x in r.gaps]

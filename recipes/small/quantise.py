@@ -6,8 +6,10 @@ Does not belong here: the file format (deepinfer/model/checkpoint.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +71,16 @@ def file_tensors(params: Weights, biases: Weights, config: ModelConfig) -> Itera
     yield from synthetic_weights(config, VISION_SEED, names=vision)
 
 
-def write(path: str | Path, config: ModelConfig, params: Weights, biases: Weights, tokenizer: str | Path) -> int:
-    """Write the checkpoint folder; returns its size in bytes."""
+def write(
+    path: str | Path,
+    config: ModelConfig,
+    params: Weights,
+    biases: Weights,
+    tokenizer: str | Path,
+    about: dict[str, Any] | None = None,
+) -> int:
+    """Write the checkpoint folder, and `about` (how it was made) as about.json; returns its size in bytes."""
     write_checkpoint(path, config, file_tensors(params, biases, config), tokenizer=tokenizer)
+    if about is not None:
+        (Path(path) / "about.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return sum(f.stat().st_size for f in Path(path).iterdir())

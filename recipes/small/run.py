@@ -5,25 +5,31 @@ Belongs here: arguments and the order of stages. Does not belong here: what a st
     python -m recipes.small.prepare --out DATA     the corpus (its own command)
     run bench     seconds per step of every length and mode, on random ids
     run train     the target, resumable
-    run draft     the draft, on the target's own samples
-    run quantise  the checkpoint folder
+    run polish    the target's last steps, on lists, on a CPU core
+    run quantise  the checkpoint folder; without a draft in --resume its draft is an untrained one
+    run own       texts that the target of that folder writes
+    run draft     the draft, on the corpus and the target's own texts
+    run average   between two folders: what polish taught, and what it forgot
+    run confide   the draft's confidence head again, on blocks of a checkpoint folder
     run evaluate  RESULTS.md, through the engine
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepinfer.studies import report
 from recipes.small import files
 from recipes.small.config import small
 from recipes.small.data import Corpus
 from recipes.small.train import LENGTHS, Plan
-from recipes.small.twin import BF16, QUANTISED
+from recipes.small.twin import BF16, QUANTISED, initialise
 
 HERE = Path(__file__).parent
 
@@ -104,13 +110,48 @@ def draft_stage(args: argparse.Namespace) -> None:
 def quantise_stage(args: argparse.Namespace) -> None:
     from recipes.small import quantise
 
-    params, _ = files.load(args.resume, "target")
-    params |= files.load(args.resume, "draft")[0]
+    params, state = files.load(args.resume, "target")
     config = small(args.tokenizer)
+    about: dict[str, Any] = {"made_by": "recipes/small", "commit": report.commit().replace("-dirty", "+")}
+    about |= {"seed": state["seed"], "steps": state["steps"], "polish_steps": state.get("polish", 0)}
+    if (args.resume / "draft-0.safetensors").exists():
+        drafts, state = files.load(args.resume, "draft")
+        params |= drafts
+        about |= {"draft_steps": state["steps"]}
+    else:  # enough for texts of the target
+        fresh = initialise(config, args.seed + 1)
+        params |= {n: v for n, v in (fresh[0] | fresh[1]).items() if n.startswith("mtp.")}
     biases = {n: v for n, v in params.items() if n.endswith("gate.bias")}
     weights = {n: v for n, v in params.items() if n not in biases}
-    size = quantise.write(args.work, config, weights, biases, args.tokenizer)
+    about |= {"seconds": args.held, "device": args.made_on, "date": datetime.date.today().isoformat()}
+    size = quantise.write(args.work, config, weights, biases, args.tokenizer, about)
     print(f"{args.work}: {size:,} bytes")
+
+
+def own_stage(args: argparse.Namespace) -> None:
+    from recipes.small import own
+
+    own.stage(args)
+
+
+def polish_stage(args: argparse.Namespace) -> None:
+    from recipes.small import polish
+
+    polish.stage(args, _device(args.device))
+
+
+def average_stage(args: argparse.Namespace) -> None:
+    """Between what --resume holds (share 1 - s) and what --other holds (share s), parameter by parameter."""
+    for name in ("target", "draft"):
+        (first, _), (second, state) = files.load(args.resume, name), files.load(args.other, name)
+        mean = {n: torch.lerp(first[n].float(), second[n].float(), args.share) for n in second}
+        files.save(args.work, name, mean, state)
+
+
+def confide_stage(args: argparse.Namespace) -> None:
+    from recipes.small import confide
+
+    confide.stage(args)
 
 
 def evaluate_stage(args: argparse.Namespace) -> None:
@@ -122,8 +163,12 @@ def evaluate_stage(args: argparse.Namespace) -> None:
 STAGES = {
     "bench": bench,
     "train": train_stage,
-    "draft": draft_stage,
+    "polish": polish_stage,
     "quantise": quantise_stage,
+    "own": own_stage,
+    "draft": draft_stage,
+    "average": average_stage,
+    "confide": confide_stage,
     "evaluate": evaluate_stage,
 }
 
@@ -134,7 +179,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of prepare.py; without it random ids")
     parser.add_argument("--work", type=Path, required=True, help="folder the stage writes")
     parser.add_argument("--resume", type=Path, help="folder of an earlier stage")
+    parser.add_argument("--other", type=Path, help="average: the folder of the other parameters")
+    parser.add_argument("--share", type=float, default=0.65, help="average: how much of the other")
     parser.add_argument("--checkpoint", type=Path, help="evaluate: the folder that quantise wrote")
+    parser.add_argument("--made", default="", help="evaluate: how the checkpoint was made, for RESULTS.md")
+    parser.add_argument("--held", type=int, default=0, help="quantise: seconds of the device, for about.json")
+    parser.add_argument("--made-on", default="H200", help="quantise: the device, for about.json")
     parser.add_argument("--tokenizer", type=Path, default=HERE, help="folder with tokenizer.json")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -145,8 +195,9 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=1.0, help="train: stop at this share of the plan")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop and save so long after the start")
     parser.add_argument("--fit", action="store_true", help="train --resume: shorten the plan to what --seconds allow")
-    parser.add_argument("--wait", action="store_true", help="train: wait for prepare.py to finish --data")
-    parser.add_argument("--sample-seconds", type=float, default=40, help="draft: time for the target's own samples")
+    parser.add_argument("--wait", action="store_true", help="train, draft: wait for prepare.py to finish --data")
+    parser.add_argument("--rate", type=float, default=1.0, help="draft: most of the learning rates, to go on from one")
+    parser.add_argument("--own", type=Path, help="draft: folder of the target's own texts")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--max-length", type=int, default=8192)
     parser.add_argument("--every", type=int, default=50, help="steps between lines of the log")

@@ -101,4 +101,4 @@ def test_a_model_by_name_uses_its_generation_config(deepinfer: Callable[..., Any
 
     assert generation_defaults("tiny").top_p == 0.95
     result = deepinfer("generate", "-m", "no-such-name", "-p", "x")
-    assert result.code == 2 and "neither a folder nor a synthetic checkpoint" in result.err
+    assert result.code == 2 and "neither a folder nor a known name: small" in result.err

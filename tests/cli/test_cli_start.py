@@ -47,7 +47,8 @@ def test_an_error_needs_no_torch_either(tmp_path: Path) -> None:
     batch = tmp_path / "batch.jsonl"
     batch.write_text("{}\n")
     lines = [
-        ["generate", "-m", "tiny"],
+        ["generate"],
+        ["generate", "-p", "x", "--temperature", "nan"],
         ["generate", "-m", "tiny", "-p", "x", "--temperature", "nan"],
         ["generate", "-m", "tiny", "-p", "x", "--num-pages", "0"],
         ["run-batch", "-m", "tiny", "-i", str(batch), "-o", str(tmp_path / "out.jsonl")],
@@ -70,6 +71,14 @@ def test_help_shows_every_option(name: str, deepinfer: Callable[..., Any]) -> No
         if isinstance(parameter, click.Option):
             assert parameter.help, f"{parameter.name} has no help"
             assert parameter.opts[0] in result.out
+
+
+def test_people_get_a_model_and_a_batch_must_name_one(deepinfer: Callable[..., Any], tmp_path: Path) -> None:
+    for name in ("generate", "chat"):
+        (model,) = (parameter for parameter in cli.commands[name].params if parameter.name == "model")
+        assert model.default == "small" and isinstance(model, click.Option) and "[small]" in str(model.help)
+    result = deepinfer("run-batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
+    assert result.code == 2 and "--model" in result.err
 
 
 def test_generate_has_every_sampling_and_engine_field() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,12 @@ from deepinfer.model.config import ModelConfig
 from deepinfer.model.state import ModelState, StepInputs
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops import formats
-from recipes.small import fakequant, files, sinkhorn
+from recipes.small import confide, fakequant, files, sinkhorn
 from recipes.small.config import small
-from recipes.small.draft import DraftTwin, heads, resample
+from recipes.small.draft import DraftTwin, heads
+from recipes.small.host import Host
 from recipes.small.optim import orthogonalise
+from recipes.small.own import continued
 from recipes.small.quantise import file_tensors, to_float
 from recipes.small.twin import BF16, EXACT, QUANTISED, Twin, initialise
 
@@ -198,12 +199,24 @@ def test_training_files_are_few_and_small(tmp_path: Path) -> None:
 
 
 def test_own_texts_are_the_targets() -> None:
-    """At temperature 0 every settled token is the argmax of what stands before it; the prompt stays."""
+    """Every prompt is continued as it is alone, at most so far."""
+    host = Host(TINY)
+    prompts = [IDS[:24].tolist(), IDS[3:10].tolist(), IDS[40:88].tolist()]
     with torch.no_grad():
-        model = twin()
-        ids = IDS[:24].repeat(2, 1)
-        plain, settled = resample(model, ids, 8, 0.0, torch.Generator(), math.inf)
-        assert bool((settled == 24).all())
-        wanted = model.logits(model.forward(plain, QUANTISED)).argmax(1).view(2, 24)
-        assert torch.equal(plain[:, 8:], wanted[:, 7:-1])
-        assert torch.equal(plain[:, :8], ids[:, :8])
+        texts = continued(host, prompts, 12, 0.0, torch.Generator())
+        for prompt, text in zip(prompts, texts, strict=True):
+            assert text[: len(prompt)] == prompt
+            assert [t for t in text[len(prompt) :] if t != CONFIG.eos_token_id] == host.greedy(prompt, 12)
+
+
+def test_the_confidence_head_learns_what_was_accepted() -> None:
+    """From the trained head on; inputs are those the engine's head saw."""
+    inputs, accepted = confide.gather(Host(TINY), seed=3, temperature=1.0, prompts=4)
+    assert (
+        inputs.shape[0] == accepted.shape[0] > 4 and inputs.shape[1] == CONFIG.hidden_size + CONFIG.dspark_markov_rank
+    )
+    g = torch.Generator().manual_seed(0)
+    inputs = torch.randn((2000, 8), generator=g) * torch.linspace(0.1, 10, 8)
+    truth = torch.linspace(-1, 1, 8) / torch.linspace(0.1, 10, 8)
+    found = confide.fit(torch.zeros(8), inputs, (torch.rand(2000, generator=g) < torch.sigmoid(inputs @ truth)).float())
+    assert float(torch.cosine_similarity(found * inputs.std(0), truth * inputs.std(0), dim=0)) > 0.95
