@@ -1,13 +1,15 @@
-# Two commands: `make demo` (install, write a synthetic checkpoint, generate) and `make test` (everything CI checks).
+# Two commands: `make demo` (install, let the small model talk) and `make test` (everything CI checks).
 #
 #   PYTHON=/path/to/python   use that environment, which has a suitable torch already; it is never replaced
 #   HOST_PYTHON=python3.12   the interpreter that .venv is made from (default python3)
 #   TORCH_INDEX=URL          another index for torch, e.g. https://download.pytorch.org/whl/cpu; its +cpu wheels win
 #   TESTS="tests/cli -x"     what pytest runs; JOBS=2 worker processes
+#   KERNEL_TESTS="..."       then, in processes of their own, GPU kernels in Triton's interpreter
 
 HOST_PYTHON ?= python3
 JOBS ?= 2
 TESTS ?= tests
+KERNEL_TESTS ?= $(wildcard tests/ops/test_triton_*.py)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 ifdef PYTHON
@@ -27,7 +29,10 @@ demo: native
 	@$(PY) examples/demo.py
 
 test: $(STATE)/test-installed native lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) $(TESTS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) $(TESTS) --ignore-glob='*/test_triton_*.py'
+	@if [ -z "$(KERNEL_TESTS)" ]; then :; elif $(PY) -c 'import triton' 2> /dev/null; then \
+	  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) $(KERNEL_TESTS); \
+	else echo "make: no triton for this platform, GPU kernels are not tested"; fi
 
 lint: $(STATE)/test-installed
 	$(PY) -m ruff check .

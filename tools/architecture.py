@@ -17,9 +17,7 @@ def modules() -> str:
     """One bullet per module, rooms as headings."""
     lines = []
     package = ROOT / "deepinfer"
-    folders = sorted(
-        {path.parent for path in package.rglob("*.py")}, key=lambda folder: (folder != package, folder)
-    )
+    folders = sorted({path.parent for path in package.rglob("*.py")}, key=lambda folder: (folder != package, folder))
     for folder in folders:
         name = folder.relative_to(ROOT).as_posix()
         lines += [f"\n### {name}/", "", _charter(folder / "__init__.py"), ""]

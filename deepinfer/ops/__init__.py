@@ -8,9 +8,10 @@ Does not belong here: definitions of ops.
 
 from __future__ import annotations
 
-from deepinfer.ops import attention, cache, engram, hyper, indexer, linear, moe, native, registry
+from deepinfer.ops import attention, cache, engram, hyper, indexer, linear, moe, native, registry, triton
 
 native.declare()
+triton.declare()
 registry.install()
 QUANTISED, EXACT = registry.namespaces()
 

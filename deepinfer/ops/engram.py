@@ -110,7 +110,7 @@ def _gather_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
 
 @define(
     "engram_gather(Tensor rows, Tensor table, Tensor scale, bool out_f32) -> Tensor",
-    fake=lambda rows, table, scale, out_f32: table.new_empty(
+    fake=lambda rows, table, scale, out_f32: rows.new_empty(
         (rows.shape[0], rows.shape[1] * table.shape[1]), dtype=torch.float32 if out_f32 else torch.bfloat16
     ),
     inputs=_gather_inputs,

@@ -1,6 +1,7 @@
 """Norms and manifold-constrained hyper-connections (mHC): the small row-wise ops around every sublayer.
 
-Belongs here: rms_norm, mix, collapse, write, rope. All are functional and row-independent.
+Belongs here: rms_norm, mix, collapse, write, rope, and everything between two sublayers as one op (hc_boundary). All
+are functional and row-independent.
 Does not belong here: which coefficients a sublayer uses when (model/hyper_connections.py).
 Legend: T rows, C = 4 streams, H hidden.
 """
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepinfer.ops import formats
 from deepinfer.ops.common import ROWS, mm_rows, nbytes, randn, smooth
 from deepinfer.ops.registry import define
 
@@ -160,3 +162,66 @@ def hc_write(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     for j in range(f.shape[1]):
         out = out + comb[:, j].unsqueeze(2) * f[:, j].unsqueeze(1)
     return out.to(streams.dtype)
+
+
+def _boundary_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for t in ROWS:
+        yield (
+            randn(g, t, 64),
+            randn(g, t, 4, 64),
+            torch.rand((t, 4), generator=g),
+            torch.rand((t, 4, 4), generator=g),
+            torch.rand((t, 4), generator=g),
+            torch.randn((24, 4 * 64), generator=g) * 0.05,
+            torch.randn(24, generator=g),
+            torch.rand(3, generator=g),
+            randn(g, 64),
+            20,
+            1e-6,
+            1e-20,
+        )
+
+
+@define(
+    "hc_boundary(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor pre, Tensor fn, Tensor base, Tensor scale,"
+    " Tensor norm, int iters, float hc_eps, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=lambda y, streams, post, comb, pre, fn, base, scale, norm, iters, hc_eps, eps: (
+        torch.empty_like(streams),
+        fn.new_empty(pre.shape),
+        fn.new_empty(post.shape),
+        fn.new_empty(comb.shape),
+        streams.new_empty(y.shape),
+        streams.new_empty(y.shape, dtype=torch.float8_e4m3fn),
+        streams.new_empty((y.shape[0], y.shape[1] // formats.BLOCK), dtype=torch.uint8),
+    ),
+    inputs=_boundary_inputs,
+    cost=lambda y, r, post, comb, pre, fn, base, scale, norm, it, he, e: (
+        12.0 * r.numel() + 2.0 * r.shape[0] * fn.numel(),
+        2 * nbytes(r) + nbytes(y, norm, fn) + y.numel() * (3 + 1 / 32) + 192.0 * r.shape[0],
+    ),
+    tolerance=5e-3,
+)
+def hc_boundary(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm: Tensor,
+    iters: int,
+    hc_eps: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From the output of one sublayer to the quantised input of the next. spec/model.md 9.
+
+    y [T, H], streams [T, C, H]; post [T, C], comb [T, C, C], pre [T, C] of the sublayer that made y; fn, base, scale,
+    norm [H] of the next one -> (streams after it, pre, post, comb of the next one, its input x [T, H], and that as
+    e4m3 codes [T, H] and E8M0 scales [T, H/32]).
+    """
+    streams = hc_write(y, streams, post, comb)
+    mixed = hc_mix(streams, fn, base, scale, iters, hc_eps, eps)
+    x = rms_norm(hc_collapse(streams, pre), norm, eps)
+    return (streams, *mixed, x, *formats.quant_fp8(x))

@@ -29,7 +29,7 @@ def tensors(x: Any) -> list[Tensor]:
 
 
 def test_the_library_is_complete() -> None:
-    assert len(registry.OPS) == 29
+    assert len(registry.OPS) == 30
     for op in registry.OPS.values():
         assert op.reference.__doc__, op.name
         assert set(op.chosen) == {"cpu", "cuda", "npu"}
@@ -44,7 +44,7 @@ def test_opcheck(name: str) -> None:
     op = registry.OPS[name]
     if any(t.dtype is torch.float8_e4m3fn for t in (*tensors(examples[0]), *tensors(op.reference(*examples[0])))):
         checks.remove("test_schema")  # compares with arithmetic that float8 lacks; see the next test
-        if name == "quant_fp8":
+        if name in ("quant_fp8", "hc_boundary"):
             checks.remove("test_aot_dispatch_dynamic")  # the same for a float8 result
     for args in {id(e): e for e in (examples[0], examples[len(examples) // 2], examples[-1])}.values():
         torch.library.opcheck(op.overload, copy.deepcopy(args), test_utils=checks)
@@ -102,6 +102,7 @@ ROW_ARGS = {
     "hc_mix": (0,),
     "hc_collapse": (0, 1),
     "hc_write": (0, 1, 2, 3),
+    "hc_boundary": (0, 1, 2, 3, 4),
     "pack_window": (0,),
     "pack_latent": (0,),
     "pack_index": (0,),
@@ -121,8 +122,7 @@ ROW_ARGS = {
 @pytest.mark.parametrize("exact", [False, True], ids=["quantised", "exact"])
 @pytest.mark.parametrize("name", sorted(ROW_ARGS))
 def test_a_row_does_not_see_its_batch(name: str, exact: bool) -> None:
-    """Bits of a row alone equal its bits inside the largest example, through the dispatcher and through the reference.
-    """
+    """Bits of a row alone equal its bits inside the largest example, dispatched and through the reference."""
     op = registry.OPS[name]
     rows = ROW_ARGS[name]
     args = max(cases(name, seed=3), key=lambda a: a[0].shape[0])
