@@ -23,6 +23,7 @@ from deepinfer.ops import registry
 
 # op -> (family file, compute capabilities that it was written for)
 SM90, SM100 = (9, 0), (10, 0)
+# The indexer's kernels (indexer.py, csrc/cuda/topk.cu) are not here yet: they compile and have not run on a GPU.
 KERNELS: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     "attention": ("attention", (SM90, SM100)),
     "block_attention": ("attention", (SM90, SM100)),
@@ -36,9 +37,6 @@ KERNELS: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     "hc_mix": ("hyper", (SM90, SM100)),
     "hc_write": ("hyper", (SM90, SM100)),
     "index_page_write": ("cache", (SM90, SM100)),
-    "index_topk": ("indexer", (SM90, SM100)),
-    "index_topk_blocks": ("indexer", (SM90, SM100)),
-    "index_topk_publish": ("indexer", (SM90, SM100)),
     "linear": ("linear", (SM90, SM100)),
     "linear_dequant": ("linear", (SM90, SM100)),
     "linear_fp8": ("linear", (SM90, SM100)),

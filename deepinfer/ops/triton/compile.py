@@ -83,7 +83,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[90, 100])
-    parser.add_argument("--family", nargs="+", default=sorted({family for family, _ in KERNELS.values()}))
+    parser.add_argument("--family", nargs="+", default=sorted({"indexer", *(family for family, _ in KERNELS.values())}))
     args = parser.parse_args()
     failed = 0
     for family in args.family:
