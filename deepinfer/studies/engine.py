@@ -193,7 +193,7 @@ def overlap_main(running: int, step_s: float, results: Path | None) -> None:
     out.finish(results)
 
 
-def time_tiny(rounds: int = 11, batch: int = 16, new: int = 60) -> tuple[int, dict[bool, list[float]]]:
+def time_tiny(rounds: int = 31, batch: int = 16, new: int = 60) -> tuple[int, dict[bool, list[float]]]:
     """Seconds of `rounds` batches on the real model `tiny`, overlapped and serial in turn, and tokens of a batch."""
     from deepinfer.llm import LLM
 
