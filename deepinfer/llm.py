@@ -245,7 +245,6 @@ class LLM:
     def close(self) -> None:
         """Abort what is queued, forget results that nobody collected, drop the model. May be called again."""
         if self._engine is not None:
-            self._engine.abort(list(self._engine.requests.values()))
             self._engine.close()
             self._engine = None
             self._queued = {}

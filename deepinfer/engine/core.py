@@ -81,7 +81,7 @@ class Engine:
             page_size=config.page_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             compact=config.replay == "compact",
-            prefix_keep=resolved.replay_keep_tokens if config.enable_prefix_caching else None,
+            prefix_keep=_prefix_keep(resolved, model_config) if config.enable_prefix_caching else None,
             look_back=max(0, model_config.engram_max_ngram_size - 1),
         )
         self.depth = IN_FLIGHT_STEPS if config.async_scheduling else 1
@@ -317,6 +317,11 @@ class Engine:
         self.drain()
         self.scheduler.pages.check_idle()
         self.scheduler.slots.check_idle()
+
+
+def _prefix_keep(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Rows that a prefix hit runs again: at least a window, also where replay is off and keeps any number."""
+    return max(config.replay_keep_tokens or 0, model_config.sliding_window)
 
 
 def _size_pools(config: EngineConfig, model_config: ModelConfig, device: Device) -> PoolSizes:

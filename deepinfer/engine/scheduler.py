@@ -200,9 +200,8 @@ class Scheduler:
     def _fits(self, seq: Sequence) -> bool:
         if not self.slots.num_free:
             return False
-        hit = self._hit(seq)
-        idle = sum(map(self.pages.is_idle, hit))  # counted as free, but not to be taken for others
-        need = pages_for(seq.num_tokens, self.page_size) - len(hit) + idle
+        hit = self._hit(seq)  # those that are idle count as free, but are not to be taken for others
+        need = pages_for(seq.num_tokens, self.page_size) - len(hit) + sum(map(self.pages.is_idle, hit))
         return need + self.table.count_growing(self.page_size) <= self.pages.num_free
 
     def _hit(self, seq: Sequence) -> list[int]:

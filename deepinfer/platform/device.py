@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -68,6 +69,7 @@ class Device:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name="deepinfer-device", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._queue.put, None)  # an engine that is dropped without `close` leaves no thread
         ticket = Ticket(work)
         self._queue.put(ticket)
         return ticket

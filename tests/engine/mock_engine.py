@@ -105,7 +105,9 @@ class MockModel:
         pool[pages, positions % state.page_size] = step.ids.float().unsqueeze(1)
         wanted = [(int(slots[row]), int(positions[row])) for row in step.logit_rows]
         answers = [self.answer(self._history(pool, state, slot, p)) for slot, p in wanted]
-        ring[slots, positions % state.ring] = positions.float().unsqueeze(1)
+        last = torch.full((len(ring),), -1).scatter_reduce(0, slots, positions, "amax")[slots]
+        kept = positions > last - state.ring  # of rows that share a place, the last one
+        ring[slots[kept], positions[kept] % state.ring] = positions[kept].float().unsqueeze(1)
         return StepOutputs(torch.stack(answers) if answers else torch.zeros((0, VOCAB)), None)
 
     @staticmethod

@@ -402,3 +402,7 @@ def _keys(engine: Engine, ids: list[int]) -> list[bytes]:
     from deepinfer.cache.prefix import extend_keys
 
     return extend_keys([], lambda a, b: ids[a:b], len(ids), engine.config.page_size)
+
+
+def test_a_hit_reruns_a_window_at_least_where_replay_is_off_too(make: Callable[..., Engine]) -> None:
+    assert make(replay="off", replay_keep_tokens=1).scheduler.prefix_keep == NARROW.sliding_window

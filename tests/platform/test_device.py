@@ -121,3 +121,14 @@ def test_host_buffer_is_what_plans_are_written_into(device: Device) -> None:
 def test_free_memory_is_plausible(device: Device) -> None:
     assert 1 << 26 < device.free_memory() < 1 << 50
     assert 1 << 26 < host_memory() < 1 << 50
+
+
+def test_a_device_that_is_dropped_without_close_leaves_no_thread() -> None:
+    device = Device("cpu")
+    device.submit(lambda: None).wait()
+    thread = device._thread
+    assert thread is not None and thread.is_alive()
+    del device
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
