@@ -133,6 +133,22 @@ def measure(out: report.Report, rates: Mapping[str, float], case: Case) -> None:
     print(f"{case.name:32} {median:9.1f} us  {100 * floor / median:5.1f}% of {bound}  {baselines}", flush=True)
 
 
+def profile(families: tuple[str, ...] = FAMILIES, match: str = "") -> None:
+    """Call every case's callables twice without a graph or a timer: what a profiler is put around (`ncu ... python`).
+
+    The second call is inside the NVTX range `case`: `ncu --nvtx --nvtx-include case/ ...` sees that one alone.
+    """
+    for case in cases(families):
+        if match in case.name:
+            calls = case.make()[:2]
+            calls[0]()
+            torch.cuda.synchronize()
+            torch.cuda.nvtx.range_push("case")
+            calls[-1]()
+            torch.cuda.synchronize()
+            torch.cuda.nvtx.range_pop()
+
+
 def run(name: str, families: tuple[str, ...] = FAMILIES, match: str = "", results: Any = None) -> None:
     """Measure every case whose name contains `match` and write the report."""
     rates = ceilings()
