@@ -6,27 +6,36 @@ Legend: T rows of the step, M query rows (M = T unless decoder replay trims this
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from deepinfer.model.compressor import write_global_kv
-from deepinfer.model.config import LayerSpec, ModelConfig
-from deepinfer.model.indexer import Selection, select
-from deepinfer.model.state import ModelState, Rows, layer_window
+from deepinfer.model.config import ModelConfig
+from deepinfer.model.indexer import select
+from deepinfer.model.state import LayerMemory, Rows
 from deepinfer.model.weights import AttentionWeights, Ops, linear, quantise
+
+if TYPE_CHECKING:
+    from deepinfer.model.block import LayerKind
 
 
 def attention(
     ops: Ops,
     config: ModelConfig,
-    spec: LayerSpec,
+    kind: LayerKind,
     w: AttentionWeights,
     x: Tensor,
     rows: Rows,
     kept: Tensor | None,
-    state: ModelState,
-    selection: Selection,
-) -> Tensor:
-    """x [T, H] -> [M, H]. Keys and global KV are written for all T rows; queries are the kept ones."""
+    memory: LayerMemory,
+    entries: Tensor | None,
+    blocks: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x [T, H] -> ([M, H], selected entries [M, k], candidate blocks). Writes keys and global KV of all T rows.
+
+    Queries are the kept rows; `entries` and `blocks` are what the last index source chose for them.
+    """
     eps = config.rms_norm_eps
     xq = quantise(ops, x)
     if kept is None:
@@ -36,40 +45,39 @@ def attention(
         kv = linear(ops, xq, w.wkv)
         xk, queries = x[kept], rows.select(kept)
         qr = linear(ops, quantise(ops, xk), w.wq_a)
-    cos_sin = queries.yarn if spec.yarn else queries.rope
+    cos_sin = queries.yarn if kind.yarn else queries.rope
 
-    kv = ops.rope(ops.rms_norm(kv, w.kv_norm, eps), *(rows.yarn if spec.yarn else rows.rope), False)
+    kv = ops.rope(ops.rms_norm(kv, w.kv_norm, eps), *(rows.yarn if kind.yarn else rows.rope), False)
     new = ops.pack_window(kv)  # [T, 528]
     if w.compressor is not None:
-        write_global_kv(ops, config, spec, w.compressor, x, rows, state)
+        write_global_kv(ops, config, kind.ratio, w.compressor, x, rows, memory)
 
     qr = quantise(ops, ops.rms_norm(qr, w.q_norm, eps))  # [M, q_lora]
     if w.indexer is not None:
-        select(ops, config, spec, w.indexer, qr, xk, queries, state, selection)
+        entries, blocks = select(ops, config, kind, w.indexer, qr, xk, queries, memory, blocks)
     q = linear(ops, qr, w.wq_b).unflatten(1, (config.num_attention_heads, config.head_dim))
     q = ops.rope(q, *cos_sin, False)
 
-    source = spec.kv_source
     o = ops.attention(
         q,
         new,
-        state.window[spec.index],
+        memory.window,
         queries.slots,
         queries.positions,
         queries.row,
         queries.first,
-        layer_window(spec, config, queries),
+        queries.floor if kind.late else queries.ring_floor,
         w.sink,
-        None if source is None else state.latent[source],
-        None if source is None else selection.entries,
-        state.page_table,
+        memory.latent,
+        entries if kind.reads_kv else None,
+        memory.page_table,
         config.head_dim**-0.5,
         config.sliding_window,
-        spec.ratio,
-        state.page_size,
+        kind.ratio,
+        memory.page_size,
     )
-    ops.ring_write(state.window[spec.index], new, rows.slots, rows.positions, rows.run_last)
-    return output_projection(ops, config, w, ops.rope(o, *cos_sin, True))
+    ops.ring_write(memory.window, new, rows.slots, rows.positions, rows.run_last)
+    return output_projection(ops, config, w, ops.rope(o, *cos_sin, True)), entries, blocks
 
 
 def output_projection(ops: Ops, config: ModelConfig, w: AttentionWeights, o: Tensor) -> Tensor:

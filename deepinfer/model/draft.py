@@ -119,7 +119,7 @@ class Draft:
         f_pre, post, comb = hyper_connections.mix(o, c, w.hc_ffn, streams)
         h = hyper_connections.read(o, c, streams, a_pre, w.ffn_norm)
         text = torch.zeros(h.shape[0], dtype=torch.bool, device=h.device)
-        return o.hc_write(moe(o, c, spec, w.moe, h, text), streams, post, comb), f_pre
+        return o.hc_write(moe(o, c, spec.top_k, w.moe, h, text), streams, post, comb), f_pre
 
     def _markov(
         self, x: Tensor, base: Tensor, anchors: Tensor, choose: Callable[[Tensor, int], Tensor] | None

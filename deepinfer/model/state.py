@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,18 @@ class ModelState:
     def ring(self) -> int:
         return self.window[0].shape[1]
 
+    def layer(self, spec: LayerSpec) -> LayerMemory:
+        """What one layer of the backbone sees of it."""
+        source = -1 if spec.kv_source is None else spec.kv_source
+        return LayerMemory(
+            self.window[spec.index],
+            self.latent.get(source),
+            self.index_key.get(source),
+            self.open_pair.get(spec.index),
+            self.page_table,
+            self.page_size,
+        )
+
     def copy_slots(self, src: Tensor, dst: Tensor) -> None:
         """Fork: windows, open pairs and look-back ids of slots `src` to `dst`, int64 [n], `dst` distinct.
 
@@ -147,6 +159,17 @@ def _shapes(
 
 def _nbytes(shape: tuple[tuple[int, ...], torch.dtype]) -> int:
     return int(torch.Size(shape[0]).numel()) * shape[1].itemsize
+
+
+class LayerMemory(NamedTuple):
+    """One layer's part of the memory; shapes as in ModelState."""
+
+    window: Tensor
+    latent: Tensor | None  # of the KV source that it reads, which may be itself
+    index_key: Tensor | None
+    open_pair: Tensor | None
+    page_table: Tensor
+    page_size: int
 
 
 @dataclass
@@ -214,8 +237,3 @@ class Rows:
         new_run[1:] = self.run_start[1:] != self.run_start[:-1]
         run_start = torch.where(new_run, row, 0).cummax(0).values.to(torch.int32)
         return replace(self, run_start=run_start, first=self.positions[run_start.long()], row=row)
-
-
-def layer_window(spec: LayerSpec, config: ModelConfig, rows: Rows) -> Tensor:
-    """Floor of a layer's window keys: only layers after the last KV source lose rows to decoder replay."""
-    return rows.floor if spec.index > config.decoder_start else rows.ring_floor

@@ -8,6 +8,7 @@ Legend: T rows of the step, Tk kept rows, C streams, H hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,9 @@ from torch import Tensor
 from deepinfer import ops
 from deepinfer.errors import ConfigError
 from deepinfer.model import engram, hyper_connections
-from deepinfer.model.attention import attention
-from deepinfer.model.config import LayerSpec, ModelConfig
+from deepinfer.model.block import BlockOut, Carry, LayerKind, block
+from deepinfer.model.config import ModelConfig
 from deepinfer.model.draft import Draft
-from deepinfer.model.indexer import Selection
-from deepinfer.model.moe import moe
 from deepinfer.model.rotary import cos_sin, inverse_frequencies
 from deepinfer.model.state import ModelState, Numerics, Rows, StepInputs, StepOutputs
 from deepinfer.model.vision import Vision
@@ -70,53 +69,37 @@ class Transformer:
         """One step over flat rows; writes `state`. Pages of every position of the step must be in the page table."""
         rows = self.prepare(step)
         hashes = self._hash(step, rows, state)
-        streams, pre = hyper_connections.expand(self.config, self._embed(step))
-        selection, kept, taps = Selection(), step.kept, []
+        carry, kept = Carry.start(self.config, self._embed(step)), step.kept
+        entries = blocks = None
+        taps = []
         want_taps = step.want_taps and self.draft is not None
         for spec, w in self.layers:
             trim = kept if spec.index == self.config.decoder_start else None
-            if spec.engram is not None:
-                assert w.engram is not None
-                streams = engram.inject(self.ops, self.config, w.engram, streams, hashes[spec.engram], rows.is_image)
-            if spec.tap and want_taps:
-                taps.append((streams.float().mean(1)).to(self.dtype))
-            streams, pre = self._layer(spec, w, streams, pre, rows, trim, state, selection)
+            kind = LayerKind.of(spec, self.config, want_taps=want_taps, trim=trim is not None)
+            table_rows = None if spec.engram is None else hashes[spec.engram]
+            out = self.block(kind, w, carry, rows, state.layer(spec), entries, blocks, table_rows, trim)
+            carry, entries, blocks, tap = out
+            if tap is not None:
+                taps.append(tap)
             if trim is not None:
                 rows = rows.select(trim).restart()
         picked = step.logit_rows if kept is None else torch.searchsorted(kept, step.logit_rows)
-        h = hyper_connections.read(self.ops, self.config, streams[picked], pre[picked], self.norm)
-        logits = self.ops.linear(h, self.head, None, True)
+        logits = self.read_out(carry.take(picked))
         if not want_taps:
             return StepOutputs(logits, None)
         if kept is not None:  # taps before the trim hold all rows
             taps = [t if t.shape[0] == kept.shape[0] else t[kept] for t in taps]
         return StepOutputs(logits, torch.cat(taps, dim=1))
 
-    def _layer(
-        self,
-        spec: LayerSpec,
-        w: LayerWeights,
-        streams: Tensor,
-        pre: Tensor,
-        rows: Rows,
-        trim: Tensor | None,
-        state: ModelState,
-        selection: Selection,
-    ) -> tuple[Tensor, Tensor]:
-        """streams [T, C, H], pre [T, C] of the previous sublayer -> both after this block (kept rows when trimmed)."""
-        o, c = self.ops, self.config
-        a_pre, post, comb = hyper_connections.mix(o, c, w.hc_attn, streams)
-        x = hyper_connections.read(o, c, streams, pre, w.attn_norm)
-        y = attention(o, c, spec, w.attn, x, rows, trim, state, selection)
-        is_image = rows.is_image
-        if trim is not None:
-            streams, a_pre, post, comb, is_image = (t[trim] for t in (streams, a_pre, post, comb, is_image))
-        streams = o.hc_write(y, streams, post, comb)
+    def block(self, kind: LayerKind, w: LayerWeights, *inputs: Any) -> BlockOut:
+        """A layer, as `model.block.block`; deepinfer/compile puts a compiled function in its place."""
+        return block(self.ops, self.config, kind, w, *inputs)
 
-        f_pre, post, comb = hyper_connections.mix(o, c, w.hc_ffn, streams)
-        x = hyper_connections.read(o, c, streams, a_pre, w.ffn_norm)
-        streams = o.hc_write(moe(o, c, spec, w.moe, x, is_image), streams, post, comb)
-        return streams, f_pre
+    def read_out(self, carry: Carry) -> Tensor:
+        """Logits float32 [S, vocab] of the rows of `carry`."""
+        h = hyper_connections.read(self.ops, self.config, carry.written(self.ops), carry.pre, self.norm)
+        logits: Tensor = self.ops.linear(h, self.head, None, True)
+        return logits
 
     def prepare(self, step: StepInputs) -> Rows:
         """Row metadata of a step: run ends, floors, RoPE angles."""

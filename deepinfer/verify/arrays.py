@@ -20,9 +20,9 @@ from torch import Tensor
 
 from deepinfer.model import engram, hyper_connections
 from deepinfer.model.attention import attention
+from deepinfer.model.block import LayerKind
 from deepinfer.model.checkpoint import load_checkpoint
 from deepinfer.model.config import ModelConfig, engram_multipliers, engram_primes
-from deepinfer.model.indexer import Selection
 from deepinfer.model.moe import moe
 from deepinfer.model.state import ModelState, Numerics, StepInputs
 from deepinfer.model.transformer import Transformer
@@ -167,8 +167,9 @@ def _prompt(bench: Bench, numerics: Numerics, p: str) -> Iterator[tuple[str, Ten
     kinds = [k for k in KINDS[numerics] if not (k == "official" and p == "p1")]
     yield from _choices(bench, p, rows, calls, kinds)
     if numerics == "exact" and "p1.cap_rows" in g and p == "p1":
+        # a layer's last write is the first of the next one (or of the head), and the first of all writes nothing
         for layer in range(bench.config.num_hidden_layers):
-            yield f"p1.res.{layer}_exact", calls["hc_write"][2 * layer + 1][g["p1.cap_rows"].long()]
+            yield f"p1.res.{layer}_exact", calls["hc_write"][2 * layer + 2][g["p1.cap_rows"].long()]
     if out.taps is not None:
         _commit(model, out.taps, 0, state)
     if tokens.numel():
@@ -305,7 +306,8 @@ def _sublayers(bench: Bench) -> Iterator[tuple[str, Tensor]]:
     rec = lambda name: g[f"{prefix}.{name}_official"].to(dev)  # noqa: E731
     listed = g["p1.rows"].long()
     recorder = Recorder(model.ops, ("router", "index_topk", "index_topk_publish", "index_topk_blocks"))
-    step, state, selection = bench.step(g["p1.ids"], 0), bench.state("quantised", g["p1.ids"].shape[0]), Selection()
+    step, state = bench.step(g["p1.ids"], 0), bench.state("quantised", g["p1.ids"].shape[0])
+    entries = blocks = None
     all_rows = model.prepare(step)
     hashes = engram.hash_rows(model.ops, c, model.engram, step.ids, all_rows, state) if model.engram is not None else []
     streams, pre = hyper_connections.expand(c, model.embed[step.ids.long()[rows]].to(model.dtype))
@@ -318,14 +320,15 @@ def _sublayers(bench: Bench) -> Iterator[tuple[str, Tensor]]:
         if f"{prefix}.X.{spec.index}_official" in g:
             streams = rec(f"X.{spec.index}")
         x = g[f"p1.t.attn_in.{spec.index}_official"].to(dev)
-        y = attention(recorder, c, spec, w.attn, x, all_rows, None, state, selection)  # type: ignore[arg-type]
+        kind, memory = LayerKind.of(spec, c), state.layer(spec)
+        y, entries, blocks = attention(recorder, c, kind, w.attn, x, all_rows, None, memory, entries, blocks)  # type: ignore[arg-type]
         yield f"{prefix}.attn_out.{spec.index}_official", y[rows]
         a_pre, post, comb = hyper_connections.mix(model.ops, c, w.hc_attn, streams)
         streams = model.ops.hc_write(rec(f"attn_out.{spec.index}"), streams, post, comb)
         yield f"{prefix}.mid.{spec.index}_official", streams
         ffn_in = rec(f"ffn_in.{spec.index}")
         yield f"{prefix}.ffn_in.{spec.index}_official", hyper_connections.read(model.ops, c, streams, a_pre, w.ffn_norm)
-        y = moe(recorder, c, spec, w.moe, ffn_in, text)  # type: ignore[arg-type]
+        y = moe(recorder, c, spec.top_k, w.moe, ffn_in, text)  # type: ignore[arg-type]
         yield f"{prefix}.ffn_out.{spec.index}_official", y
         pre, post, comb = hyper_connections.mix(model.ops, c, w.hc_ffn, streams)
         streams = model.ops.hc_write(rec(f"ffn_out.{spec.index}"), streams, post, comb)
