@@ -9,8 +9,8 @@ afterwards) or one after the other in one program (many rows on sm_90), nor on u
 
 Tiles hold K * 2^-64: an e4m3 or e2m1 code placed in bf16 bits is its value times 2^-120 or 2^-126, and one bf16 product
 with the scale (all exact; window scales up to 2^71) brings both to 2^-64. UNIT takes it out of scores and output.
-On sm_90 the real shape (64 heads x 512) runs the Gluon kernel of attention_sm90.py; every other shape and arch the
-Triton kernel here.
+On sm_90 the real shape (64 heads x 512) runs csrc/cuda/attention.cu, or where that library was not built the Gluon
+kernel of attention_sm90.py; every other shape and arch runs the Triton kernel here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer import envs
 from deepinfer.ops import records
+from deepinfer.ops.native import cuda
 from deepinfer.ops.triton.compile import Variant
 from deepinfer.ops.triton.support import INTERPRET, bf16, e2m1_value, e4m3_value, e8m0_value, f32, round_bf16
 
 CHUNK = 5  # tiles of a chunk: 128 + 512 keys are two chunks, 64 rows of them fill 128 of 132 SMs
 BN = 64
 MERGE_HEADS = 8
+INVARIANT: bool = envs.get("DEEPINFER_BATCH_INVARIANT")  # one kernel and plan for all batches
+NATIVE_ENTRIES = 1024  # most entries of a row that csrc/cuda/attention.cu takes
 SCRATCH = 128 << 20  # bytes of chunk sums that the Triton kernel leaves to `_merge` at once
 HOST_INTERPRET = bool(INTERPRET.value)
 UNIT = 1.0 if HOST_INTERPRET else 2.0**64
@@ -255,6 +259,17 @@ def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def _split(rows: int, tiles: int, sms: int) -> int:
+    """Blocks that share a row in csrc/cuda/attention.cu: as many as fit at once (a GPC holds 16 whole ones of 8).
+
+    One plan for all batches where bits must not depend on them; two blocks a row keep 64 rows as fast as they can be.
+    """
+    if INVARIANT:
+        return 2 if tiles >= 4 else 1
+    room = sms // 16 * 16
+    return next((s for s in (8, 4, 2) if s <= tiles and s * rows <= room), 1)
+
+
 def _run(
     q: Tensor,
     new: Tensor,
@@ -301,7 +316,15 @@ def _run(
             H=h, D=d, BH=bh, HEADS=MERGE_HEADS, CHUNKS=chunks, SWAPPED=int(swapped), num_warps=4,
         )  # fmt: skip
 
-    if _hopper(q.device) and (h, d) == (64, 512) and window + block <= CHUNK * BN:
+    real = _hopper(q.device) and (h, d) == (64, 512)
+    lib = cuda.library() if real else ""
+    fits = window <= ring.shape[1] and k <= NATIVE_ENTRIES and entries_per_page & (entries_per_page - 1) == 0
+    if not isinstance(lib, str) and fits:
+        sms = _programs(q.device)
+        numbers = (ring.shape[1], table.stride(0), k, window, block, entries_per_page.bit_length() - 1)
+        cuda.attention(lib, tensors[:-1], out, scalars[0], numbers, _split(t, tiles, sms), sms)
+        return out
+    if real and window + block <= CHUNK * BN:
         from deepinfer.ops.triton import attention_sm90
 
         width = _programs(q.device)

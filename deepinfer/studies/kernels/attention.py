@@ -116,7 +116,7 @@ def _gathered(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _flash_prefill(count: int, *shape: int) -> list[Callable[[], Any]]:
     """sgl-flash-mla's SM90 sparse prefill on keys that were dequantised and indexed beforehand."""
-    from flash_mla import flash_mla_sparse_fwd  # type: ignore[import-not-found]
+    from flash_mla import flash_mla_sparse_fwd
 
     calls: list[Callable[[], Any]] = []
     for args in _sets(count, *shape):
@@ -131,7 +131,7 @@ def _flash_prefill(count: int, *shape: int) -> list[Callable[[], Any]]:
 
 def _flash_decode(count: int, requests: int) -> list[Callable[[], Any]]:
     """sgl-flash-mla's V4 decode (584 B records, two pools), 128 + 512 keys; random bytes, so speed only."""
-    from flash_mla import FlashMLASchedMeta, flash_mla_with_kvcache
+    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     calls: list[Callable[[], Any]] = []
     blocks = requests * 64
@@ -139,7 +139,7 @@ def _flash_decode(count: int, requests: int) -> list[Callable[[], Any]]:
         caches = [torch.randint(0, 64, (blocks, 64, 1, 584), dtype=torch.uint8, device="cuda") for _ in range(2)]
         picks = [torch.randint(0, blocks * 64, (requests, 1, k), dtype=torch.int32, device="cuda") for k in (128, 512)]
         q = torch.randn((requests, 1, HEADS, DIM), device="cuda").bfloat16()
-        meta = FlashMLASchedMeta()
+        meta = get_mla_metadata()[0]
         call = functools.partial(
             flash_mla_with_kvcache, q, caches[0], None, None, DIM, meta, softmax_scale=SCALE, indices=picks[0],
             attn_sink=torch.zeros(HEADS, device="cuda"), extra_k_cache=caches[1], extra_indices_in_kvcache=picks[1],
@@ -212,7 +212,7 @@ def _vision(count: int, n: int, library: str = "") -> list[Callable[[], Any]]:
         if library:
 
             def call(call: Callable[[], Tensor] = call) -> Tensor:  # type: ignore[misc]
-                with sdpa_kernel(SDPBackend[library]):
+                with sdpa_kernel(getattr(SDPBackend, library)):
                     return call()
 
         calls.append(call)
