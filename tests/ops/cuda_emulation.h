@@ -19,6 +19,7 @@ using std::min;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) alignas(n)
 #define __restrict__
 
@@ -91,13 +92,15 @@ inline void run_cluster(unsigned first, unsigned size, unsigned n, size_t static
       if (!threads[current].done) left = true, swapcontext(&scheduler, &threads[current].context);
   }
 }
-struct Index { unsigned x; };
-inline Index thread_index() { return {me().index}; }
-inline Index block_index() { return {first_block + me().block}; }
+struct Index { unsigned x, y; };
+inline unsigned second = 0, second_size = 1;  // blockIdx.y, gridDim.y
+inline Index thread_index() { return {me().index, 0}; }
+inline Index block_index() { return {first_block + me().block, second}; }
 }  // namespace emu
 
 #define threadIdx (emu::thread_index())
 #define blockIdx (emu::block_index())
+#define gridDim (emu::Index{0, emu::second_size})
 
 inline void __syncthreads() { emu::wait(emu::block_barriers[emu::me().block]); }
 inline uint32_t __shfl_up_sync(unsigned, uint32_t v, int o) {
@@ -105,6 +108,12 @@ inline uint32_t __shfl_up_sync(unsigned, uint32_t v, int o) {
   return emu::exchange(v, lane >= o ? lane - o : lane);
 }
 inline uint32_t __shfl_sync(unsigned, uint32_t v, int lane) { return emu::exchange(v, lane); }
+inline uint32_t __float_as_uint(float v) { uint32_t u; memcpy(&u, &v, 4); return u; }
+inline float __uint_as_float(uint32_t u) { float v; memcpy(&v, &u, 4); return v; }
+using std::fabs;
+inline float __shfl_xor_sync(unsigned, float v, int o) {
+  return __uint_as_float(emu::exchange(__float_as_uint(v), int(emu::current % 32) ^ o));
+}
 inline uint32_t __reduce_add_sync(unsigned, uint32_t v) {
   emu::me().value = v;
   emu::wait(emu::warp());
@@ -113,8 +122,8 @@ inline uint32_t __reduce_add_sync(unsigned, uint32_t v) {
   emu::wait(emu::warp());
   return sum;
 }
-inline bool __any_sync(unsigned m, uint32_t v) { return __reduce_add_sync(m, v != 0) != 0; }
-inline uint32_t __float_as_uint(float v) { uint32_t u; memcpy(&u, &v, 4); return u; }
+inline uint32_t __ballot_sync(unsigned m, bool v) { return __reduce_add_sync(m, v ? 1u << (emu::current % 32) : 0); }
+inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline float __int_as_float(int u) { float v; memcpy(&v, &u, 4); return v; }
 template <class T> T __ldg(const T* p) { return *p; }
 inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { uint32_t old = *p; *p += v; return old; }
@@ -123,10 +132,11 @@ namespace cooperative_groups {
 struct cluster_group {
   void sync() const { emu::wait(emu::cluster_barrier); }
   template <class T> T* map_shared_rank(T* p, unsigned rank) const {
-    char* mine = emu::shared[emu::me().block].data();
-    long at = reinterpret_cast<char*>(p) - mine;
-    if (at < 0 || at >= long(emu::shared[0].size())) fprintf(stderr, "not shared memory\n"), abort();
-    return reinterpret_cast<T*>(emu::shared[rank].data() + at);
+    for (auto* memory : {&emu::shared, &emu::dynamic}) {
+      long at = reinterpret_cast<char*>(p) - (*memory)[emu::me().block].data();
+      if (at >= 0 && at < long((*memory)[0].size())) return reinterpret_cast<T*>((*memory)[rank].data() + at);
+    }
+    fprintf(stderr, "not shared memory\n"), abort();
   }
 };
 inline cluster_group this_cluster() { return {}; }

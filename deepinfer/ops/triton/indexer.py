@@ -1,7 +1,7 @@
 """Index scores and top-k selection on CUDA, in one or two levels.
 
-Belongs here: the logits kernel, its launch plan, block maxima, a portable selection. Does not belong here: the
-selection that H200 and B200 run (csrc/cuda/topk.cu).
+Belongs here: launch plans, a portable logits kernel, block maxima, a portable selection. Does not belong here: the
+logits kernel that H200 runs (csrc/cuda/logits.cu), the selection that H200 and B200 run (csrc/cuda/topk.cu).
 
 Scores are exact: e2m1 codes times powers of two are bf16 numbers, the tensor core sums their products without loss
 (unless the four scales of a key differ by more than 2^8), and the heads are added in float32 in one order. So a score
@@ -14,6 +14,7 @@ bounded size, rows in chunks. Legend: M rows, H heads, D index dim, S entries th
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from deepinfer.ops.triton.support import INTERPRET, bf16, e2m1_value, e8m0_value
 INTERPRETED = bool(INTERPRET.value)
 PDL = not INTERPRETED
 WORKSPACE = 512 << 20  # bytes of logits at a time
-TILE = 4  # rows that share decoded keys
-WARPS = {1: 4, 4: 4, 8: 8}  # tile -> warps; a row's sum over heads stays in one warp either way
+TILE = 4  # rows of the portable kernel that share decoded keys; a row's sum over heads stays in one warp
+MANY_ROWS = 512  # from here on logits.cu takes eight rows a tile: a prefill, whose neighbours read one slot
 FEW_ROWS = 64  # up to here rows are scored alone: as many requests in a decode step, and more programs
 
 
@@ -293,12 +294,30 @@ def _select(
             tl.store(out + o + i, tl.full((N,), -1, tl.int32), mask=o + i < K)
 
 
+@functools.cache
+def _hopper() -> Any:
+    """The library, where it has the kernel of csrc/cuda/logits.cu for this device."""
+    lib = "interpreted" if INTERPRETED else cuda.library()
+    return None if isinstance(lib, str) or torch.cuda.get_device_capability()[0] != 9 else lib
+
+
+@functools.lru_cache(4096)
+def _parts(tiles: int, span: int, groups: int) -> int:
+    """Blocks of logits.cu for a tile of rows, one an SM at a time, each of `groups` warpgroups with 64 keys a step.
+
+    The fewest steps of an SM; a block's start is worth about three.
+    """
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    steps = triton.cdiv(span, 64 * groups)
+    return min(range(1, min(sms, steps) + 1), key=lambda n: triton.cdiv(tiles * n, sms) * (triton.cdiv(steps, n) + 3))
+
+
 def select(scores: Tensor, out: Tensor, visible: Tensor | None, unit: int, blocks: Tensor | None, block: int) -> None:
     """Fill out int32 [M, k]: `cuda.topk`, or the Triton kernel where the library is not there."""
     if not out.numel():
         return
     lib = "interpreted" if INTERPRETED else cuda.library()
-    if not isinstance(lib, str):
+    if not isinstance(lib, str) and out.shape[1] <= cuda.MAX_K:
         return cuda.topk(lib, scores, out, visible, unit, blocks, block)
     (m, n), k = scores.shape, out.shape[1]
     some = scores if visible is None else visible
@@ -318,7 +337,7 @@ def _round4(n: int) -> int:
 
 def logits(
     q: Tensor, weights: Tensor, pool: Tensor, page_table: Tensor, slots: Tensor, visible: Tensor,
-    entries: int, out: Tensor, free: int, blocks: Tensor | None = None, block: int = 0, tile: int | None = None,
+    entries: int, out: Tensor, free: int, blocks: Tensor | None = None, block: int = 0,
 ) -> None:  # fmt: skip
     """out float32 [M, S] = scores of the visible entries of rows that see more than `free`; others may stay unwritten.
 
@@ -327,21 +346,24 @@ def logits(
     m, h = q.shape[:2]
     dim = indexer._dim(q)
     fast = dim == 128 and pool.stride(0) % 16 == 0 and pool.data_ptr() % 16 == 0 and q.data_ptr() % 4 == 0
+    span = out.shape[1] if blocks is not None else min(out.shape[1], page_table.shape[1] * entries)
+    lib = _hopper()
+    if lib is not None and fast and h == 32 and entries >= 64 and entries.bit_count() == 1 and block.bit_count() <= 1:
+        tile = 1 if blocks is not None or m <= FEW_ROWS else 4 if m < MANY_ROWS else 8
+        parts = _parts(triton.cdiv(m, tile), span, 2 if tile == 8 else 4)
+        args = (lib, q, weights, pool, page_table, slots, visible, blocks, out, block, entries, free, tile, parts)
+        return cuda.index_logits(*args)
     if fast:
         q, pool = q.view(torch.int32), pool.view(torch.int32)
     hp = max(16 if h <= 16 else 32, triton.next_power_of_2(h))
-    if tile is None:
-        tile = TILE if m > FEW_ROWS and hp <= 32 else 1
-    if blocks is not None:
-        tile = 1
-    span = out.shape[1] if blocks is not None else min(out.shape[1], page_table.shape[1] * entries)
+    tile = TILE if m > FEW_ROWS and hp <= 32 and blocks is None else 1
     tiles = triton.cdiv(m, tile)
     chunk = 256 if m <= 8 else 512 if m <= 512 else 2048
     _logits[(tiles, triton.cdiv(span, chunk))](
         q, weights, pool, page_table, slots, visible, slots if blocks is None else blocks, out, m, out.stride(0),
         page_table.shape[1], pool.stride(0), 0 if blocks is None else blocks.shape[1], chunk, free,
         h, hp, dim, max(32, triton.next_power_of_2(dim)), entries, tile, block, fast, PDL,
-        num_warps=WARPS[tile], num_stages=3, **_launch_options(),
+        num_warps=4, num_stages=3, **_launch_options(),
     )  # fmt: skip
 
 
@@ -455,13 +477,13 @@ def _variants() -> list[Variant]:
     real = {"H": 32, "HP": 32, "D": 128, "DP": 128, "FAST": True, "PDL": PDL}
     tiny = {"H": 4, "HP": 16, "D": 32, "DP": 32, "FAST": False, "PDL": PDL}
     mma = {90: "wgmma", 100: "tcgen05.mma"}
-    for tile, block, entries in ((1, 0, 64), (4, 0, 64), (8, 0, 64), (1, 8, 128)):
+    for tile, block, entries in ((1, 0, 64), (TILE, 0, 64), (1, 8, 128)):
         constants = {**real, "ENTRIES": entries, "T": tile, "BLOCK": block}
-        out.append(Variant(_logits, signature, constants, mma, {"num_warps": WARPS[tile], "num_stages": 3}))
+        out.append(Variant(_logits, signature, constants, mma, {"num_warps": 4, "num_stages": 3}))
     bytes_ = {**signature, "q": "*u8", "pool": "*u8"}
     for tile, block in ((1, 0), (TILE, 0), (1, 4)):
         constants = {**tiny, "ENTRIES": 8, "T": tile, "BLOCK": block}
-        out.append(Variant(_logits, bytes_, constants, mma, {"num_warps": WARPS[tile], "num_stages": 3}))
+        out.append(Variant(_logits, bytes_, constants, mma, {"num_warps": 4, "num_stages": 3}))
     maxima = {"logits": "*fp32", "visible": "*i32", "out": "*fp32", "width": "i32", "count": "i32"}
     out.append(Variant(_block_max, maxima, {"BLOCK": 8, "BP": 8, "N": 128}, {90: "", 100: ""}))
     portable = {"scores": "*fp32", "visible": "*i32", "blocks": "*i32", "out": "*i32", "stride": "i32", "n_max": "i32"}

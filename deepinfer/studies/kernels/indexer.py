@@ -40,6 +40,7 @@ def _inputs(rows: int, slots: int, n: int, sets: int) -> list[tuple[Tensor, ...]
         visible = torch.full((rows,), n, dtype=torch.int32, device="cuda")
         weights = torch.randn((rows, HEADS), device="cuda") / 64
         out.append((q, weights, torch.cat((codes, scales), 1), table, slot, visible))
+    torch.cuda.synchronize()  # calls run on another stream
     return out
 
 
@@ -47,7 +48,7 @@ def _sets(moved: float) -> int:
     return max(1, min(12, int((200 << 20) // moved)))
 
 
-def _logits_case(rows: int, slots: int, n: int, tile: int | None = None) -> Case:
+def _logits_case(rows: int, slots: int, n: int) -> Case:
     flops = 2.0 * rows * n * HEADS * DIM
     moved = slots * n * RECORD + rows * (HEADS * RECORD + 4.0 * n)
     sets = _sets(moved)
@@ -55,9 +56,8 @@ def _logits_case(rows: int, slots: int, n: int, tile: int | None = None) -> Case
     def make() -> Calls:
         _inputs.cache_clear()
         outs = torch.empty((min(sets, 2), rows, n), device="cuda")
-        more = {} if tile is None else {"tile": tile}
         return [
-            functools.partial(logits, *x, ENTRIES, outs[i % len(outs)], 0, **more)
+            functools.partial(logits, *x, ENTRIES, outs[i % len(outs)], 0)
             for i, x in enumerate(_inputs(rows, slots, n, sets))
         ]
 
@@ -73,9 +73,7 @@ def _logits_case(rows: int, slots: int, n: int, tile: int | None = None) -> Case
         last = torch.full((rows,), n, dtype=torch.int32, device="cuda")
         return [lambda: dg.fp8_mqa_logits(q, (k, scale), weights, first, last)]
 
-    name = f"index_logits/T{rows}/slots{slots}/{n}" if tile is None else f"index_logits_tile{tile}/T{rows}/{n}"
-    baselines = {} if tile is not None else {"deep_gemm fp8": deep_gemm}
-    return Case(name, make, moved, flops, baselines=baselines)
+    return Case(f"index_logits/T{rows}/slots{slots}/{n}", make, moved, flops, baselines={"deep_gemm fp8": deep_gemm})
 
 
 def _blocks_case(rows: int, slots: int, n: int) -> Case:
@@ -96,12 +94,15 @@ def _blocks_case(rows: int, slots: int, n: int) -> Case:
     return Case(f"index_logits_blocks/T{rows}/slots{slots}/{n}", make, moved, flops)
 
 
-def _topk_case(n: int, rows: int) -> Case:
+def _topk_case(n: int, rows: int, kind: str = "") -> Case:
     moved = 4.0 * rows * n + 4.0 * rows * TOP
     sets = _sets(moved)
 
     def scores() -> list[Tensor]:
-        return [torch.randn((rows, n), device="cuda") for _ in range(sets)]
+        x = [torch.randn((rows, n), device="cuda") for _ in range(sets)]
+        x = [s.sort(1).values if kind == "rising" else s for s in x]
+        torch.cuda.synchronize()  # calls run on another stream
+        return x
 
     def outputs() -> tuple[Tensor, Tensor]:
         full = torch.full((rows,), n, dtype=torch.int32, device="cuda")
@@ -131,7 +132,8 @@ def _topk_case(n: int, rows: int) -> Case:
         "torch.topk fp32": functools.partial(torch_topk, torch.float32),
         "triton select": portable,
     }
-    return Case(f"topk/{n}/T{rows}", make, moved, provider="cuda", baselines=baselines)
+    name = f"topk{kind and '_'}{kind}/{n}/T{rows}"
+    return Case(name, make, moved, provider="cuda", baselines={} if kind else baselines)
 
 
 def _op_case(rows: int, slots: int, n: int, publish: bool) -> Case:
@@ -152,12 +154,11 @@ def cases() -> Iterator[Case]:
     for rows, slots, n in ((1, 1, 16384), (1, 1, 131072), (8, 8, 16384), (64, 64, 16384), (64, 1, 16384),
                            (256, 256, 16384), (512, 1, 16384), (4096, 1, 16384), (8192, 1, 16384)):  # fmt: skip
         yield _logits_case(rows, slots, n)
-    for rows, tile in ((64, 4), (64, 8), (4096, 1), (4096, 4), (4096, 8)):
-        yield _logits_case(rows, 1, 16384, tile)
     for rows, slots in ((1, 1), (64, 64), (512, 1)):
         yield _blocks_case(rows, slots, 32768)
-    for n, rows in ((16384, 1), (16384, 64), (131072, 1), (131072, 64), (131072, 8), (1 << 20, 1), (16384, 4096)):
+    for n, rows in ((16384, 1), (16384, 64), (131072, 1), (131072, 64), (131072, 8), (1 << 20, 1), (16384, 8192)):
         yield _topk_case(n, rows)
+    yield _topk_case(131072, 64, "rising")
     for rows, slots, n, publish in ((1, 1, 16384, False), (64, 64, 16384, False), (4096, 1, 16384, False),
                                     (64, 64, 32768, True)):  # fmt: skip
         yield _op_case(rows, slots, n, publish)
