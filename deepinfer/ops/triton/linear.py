@@ -2,11 +2,14 @@
 
 Belongs here: the choice of a variant, the portable kernels. Does not belong here: the Hopper kernels (linear_sm90.py).
 
-Bits of a row never depend on M. Two kinds of sums, each the same in every variant:
+By default the kernel is chosen by M for speed, so bits of a row may depend on M: up to 32 rows linear_sm90, more
+linear_ws_sm90, many rows cuBLAS on weights and codes widened to bf16, which is exact.
+
+With DEEPINFER_BATCH_INVARIANT bits never depend on M. Two kinds of sums, each the same in every variant:
 * linear_fp8: fp8 dots of 32 k, promoted to float32 in k order with a power of two (exact): one rounding per 32 k.
 * linear and linear_dequant: bf16 dots, float32 accumulator, in k order; e4m3 times its block scale is exact in bf16.
 K is cut into CHUNKS equal parts for shapes with few tiles of weight rows (`fp8_chunks`, `bf16_chunks`: by N and K
-only); sums of parts are added in order, by one program or by the last of those that share a tile.
+only); sums of parts are added in order, by one program or by `add_chunks`.
 
 Weights stay as stored, so views of rows (multiples of 32) work. The Hopper kernels read weights before the programmatic
 launch's wait: they must be older than the kernel before.
@@ -24,6 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deepinfer import envs
 from deepinfer.ops import linear as reference
 from deepinfer.ops.triton.compile import Variant
 from deepinfer.ops.triton.support import INTERPRET, bf16, e4m3_code, e4m3_value, e8m0_value, f32
@@ -31,6 +35,11 @@ from deepinfer.ops.triton.support import INTERPRET, bf16, e4m3_code, e4m3_value,
 INTERPRETED = bool(INTERPRET.value)
 PDL = not INTERPRETED
 FEW = 64  # rows up to which weights are the M side of the bf16 kernels
+INVARIANT = bool(envs.get("DEEPINFER_BATCH_INVARIANT"))
+# rows from which FP8 codes are widened to bf16 for cuBLAS. With the widening, percent of the bf16 rate at 8192 rows:
+# wq_b 100, wo_b 99, engram_wkv 94 (our fp8 kernel 63, 59, 73); 512 rows of wo_b 90 us (149), wq_b 95 us (94)
+WIDE = 512
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # cuBLAS adds parts of K in float32, as we do
 
 
 def _options(warps: int, stages: int | None = None) -> dict[str, Any]:
@@ -56,22 +65,6 @@ def bf16_chunks(n: int, k: int) -> int:
     if n > 4096 or k < 2048:
         return 1
     return 8 if n <= 2048 else 4
-
-
-_LOCKS: dict[torch.device, Tensor] = {}
-_PLACES: dict[int, int] = {}
-_PLACE, _PLACE_COUNT = 2048, 256  # locks of one weight; weights, before they share
-
-
-def _locks(weight: Tensor, tiles: int) -> Tensor:
-    """int32 counters of the blocks that share a tile, zero between calls; two streams must not share one weight's."""
-    if tiles > _PLACE:
-        raise ValueError(f"{tiles} tiles need more than {_PLACE} locks")
-    pool = _LOCKS.get(weight.device)
-    if pool is None:
-        pool = _LOCKS[weight.device] = torch.zeros(_PLACE * _PLACE_COUNT, dtype=torch.int32, device=weight.device)
-    place = _PLACES.setdefault(weight.data_ptr(), len(_PLACES) % _PLACE_COUNT)
-    return pool[place * _PLACE :]
 
 
 # --------------------------------------------------------------------------------------------------------- quant_fp8
@@ -172,8 +165,14 @@ def linear_fp8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor)
     if not out.numel():
         return out
     x, x_scale = x.contiguous(), x_scale.contiguous()
+    free = not INVARIANT and not INTERPRETED
+    if free and m >= WIDE:
+        return torch.mm(widen(x, x_scale, 1), widen(weight, weight_scale, 32).t(), out=out)
     if _hopper(x.device.index) and n % 128 == 0 and k % 128 == 0 and _aligned(x, weight, x_scale, weight_scale):
-        hopper_fp8(x, x_scale, weight, weight_scale, out, _fp8_plan(m, n, k))
+        if free and m > 32 and (k >= 2048 or m > 64):
+            hopper_many(x, x_scale, weight, weight_scale, out, many_chunks(m, n, k))
+        else:
+            hopper_fp8(x, x_scale, weight, weight_scale, out, _fp8_plan(m, n, k))
         return out
     bm = 16 if m <= 16 else 64
     grid = (triton.cdiv(n, 128), triton.cdiv(m, bm))
@@ -199,14 +198,67 @@ def hopper_fp8(
     cap = plan.pop("cap")
     chunks, split = fp8_chunks(n, k), plan["SPLIT"]
     tiles = triton.cdiv(m, plan["BM"]) * (n // plan["BN"])
-    part = lock = out
-    if split:
-        part = torch.empty(tiles * chunks * plan["BM"] * plan["BN"], dtype=torch.float32, device=x.device)
-        lock = _locks(weight, tiles)
+    part = torch.empty((chunks, m, n), dtype=torch.float32, device=x.device) if split else x_scale
     hopper.fp8[(tiles, chunks if split else 1)](
-        x, x_scale.view(torch.int32), weight, weight_scale.view(torch.int32), out, part, lock, m, n,
+        x, x_scale.view(torch.int32), weight, weight_scale.view(torch.int32), out, part, m, n,
         K=k, CHUNKS=chunks, GROUP=8, **plan, **_options(plan["NW"]), **({"maxnreg": cap} if cap else {}),
     )  # fmt: skip
+    if split:
+        add_chunks(part, out)
+
+
+@triton.jit
+def _add(
+    part, bias, out, SIZE, N, CHUNKS: tl.constexpr, BIAS: tl.constexpr, F32: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = sum of part [CHUNKS, M, N] in order, + bias [N]."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < SIZE
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        total += tl.load(part + c * SIZE + at, mask=ok, other=0.0)
+    if BIAS:
+        total += f32(tl.load(bias + at % N, mask=ok, other=0.0))
+    tl.store(out + at, total if F32 else bf16(total), mask=ok)
+
+
+def add_chunks(part: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = sum of part float32 [CHUNKS, M, N] in order, + bias."""
+    size = out.numel()
+    _add[(triton.cdiv(size, 512),)](
+        part, bias, out, size, out.shape[1],
+        CHUNKS=part.shape[0], BIAS=bias is not None, F32=out.dtype is torch.float32, BLOCK=512, PDL=PDL, **_options(4),
+    )  # fmt: skip
+
+
+def many_chunks(m: int, n: int, k: int) -> int:
+    """Parts of K of linear_ws_sm90.fp8_many: up to a block an SM.
+
+    More cost more than they hide: shared_w13 at 64 rows takes 12.5 us with 3 parts, 15.0 with 7.
+    """
+    words, tiles = k // 128, triton.cdiv(m, 64) * (n // 128)
+    return triton.cdiv(words, triton.cdiv(words, max(1, min(words // 2, 132 // tiles))))
+
+
+def hopper_many(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor, chunks: int) -> None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
+
+    from deepinfer.ops.triton import linear_ws_sm90 as hopper
+
+    (m, k), n = x.shape, weight.shape[0]
+    part = torch.empty((chunks, m, n), dtype=torch.float32, device=x.device) if chunks > 1 else x_scale
+    hopper.fp8_many[(triton.cdiv(m, 64) * (n // 128), chunks)](
+        Descriptor.from_tensor(x, [64, 128], hopper.S8), x_scale.view(torch.int32),
+        Descriptor.from_tensor(weight, [128, 128], hopper.S8), weight_scale.view(torch.int32),
+        Descriptor.from_tensor(out, [64, 128], hopper.S16), part, m, n,
+        K=k, ST=4, CHUNKS=chunks, GROUP=8, maxnreg=128, **_options(4),
+    )  # fmt: skip
+    if chunks > 1:
+        add_chunks(part, out)
 
 
 # ----------------------------------------------------------------------------------------------- linear_dequant, linear
@@ -214,7 +266,7 @@ def hopper_fp8(
 
 @triton.jit(do_not_specialize=["M"])
 def _few(
-    x, w, w_scale, bias, out, part, lock, M, N, K: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
+    x, w, w_scale, bias, out, part, M, N, K: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr,
     FP8: tl.constexpr, BIAS: tl.constexpr, F32: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -240,18 +292,8 @@ def _few(
     if SPLIT:
         chunk = tl.program_id(2)
         y = _segment(x_p, w_p, s_p, x_ok, w_ok, chunk * SEGMENT, K, SEGMENT, BM, BN, BK, FP8)
-        # the last program of a tile adds all chunks in order, its own too
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        at = part + tile.to(tl.int64) * (CHUNKS * BM * BN) + tl.arange(0, BM)[None, :] * BN + tl.arange(0, BN)[:, None]
-        tl.store(at + chunk * (BM * BN), y)
-        tl.debug_barrier()
-        ticket = tl.atomic_add(lock + tile, 1, sem="acq_rel", scope="gpu")
-        if ticket == CHUNKS - 1:
-            total = tl.zeros((BN, BM), tl.float32)
-            for c in tl.static_range(CHUNKS):
-                total += tl.load(at + c * (BM * BN), cache_modifier=".cg")
-            tl.store(lock + tile, 0)
-            _finish(out, bias, total, m, n, M, N, BIAS, F32)
+        at = part + chunk.to(tl.int64) * M * N + m.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(at, y, mask=w_ok & x_ok)
     elif CHUNKS > 1:
         total = tl.zeros((BN, BM), tl.float32)
         for c in range(CHUNKS):
@@ -349,20 +391,32 @@ def _span(x, w, tm, tn, base, first, length, BM: tl.constexpr, BN: tl.constexpr,
     return acc
 
 
-@triton.jit
-def _widen(w, w_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """FP8 weights (codes uint8 [N, K], scales uint8 [N/32, K/32]) -> bf16 [N, K], exact."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    g = tl.program_id(1) * (BK // 32) + tl.arange(0, BK // 32)
-    ok = (n < N)[:, None] & (g < K // 32)[None, :]
-    at = (n.to(tl.int64)[:, None] * K + g[None, :] * 32)[:, :, None] + tl.arange(0, 32)[None, None, :]
-    v = e4m3_value(tl.load(w + at, mask=ok[:, :, None], other=0))
-    s = e8m0_value(tl.load(w_scale + (n // 32)[:, None] * (K // 32) + g[None, :], mask=ok, other=0).to(tl.int32))
-    v = bf16(v * s[:, :, None])
+@triton.jit(do_not_specialize=["GROUPS"])
+def _widen(w, w_scale, out, GROUPS, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Groups of 32 codes uint8 [N, K] with scales uint8 [N / ROWS, K/32] -> bf16 [N, K], exact."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
-    tl.store(out + at, v, mask=ok[:, :, None])
+        gdc_wait()
+    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = g < GROUPS
+    at = g.to(tl.int64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    code = tl.load(w + at, mask=ok[:, None], other=0)
+    s = tl.load(w_scale + g // (K // 32 * ROWS) * (K // 32) + g % (K // 32), mask=ok, other=0)
+    if INTERPRET:
+        v = e4m3_value(code)
+    else:
+        v = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    tl.store(out + at, bf16(v * e8m0_value(s.to(tl.int32))[:, None]), mask=ok[:, None])
+
+
+def widen(code: Tensor, scale: Tensor, rows: int) -> Tensor:
+    """e4m3 [N, K] and E8M0 [N / rows, K/32] -> bf16."""
+    n, k = code.shape
+    wide = torch.empty((n, k), dtype=torch.bfloat16, device=code.device)
+    _widen[(triton.cdiv(n * k, 32 * 128),)](
+        code.view(torch.uint8), scale, wide, n * k // 32, K=k, ROWS=rows, BLOCK=128, PDL=PDL, **_options(4)
+    )
+    return wide
 
 
 def _dense(x: Tensor, w: Tensor, w_scale: Tensor | None, bias: Tensor | None, groups: int, f32_out: bool) -> Tensor:
@@ -375,12 +429,8 @@ def _dense(x: Tensor, w: Tensor, w_scale: Tensor | None, bias: Tensor | None, gr
     tiled = k % (64 if chunks == 1 else 128 * chunks) == 0 and n % 8 == 0 and (groups == 1 or rows % 256 == 0)
     tiled = tiled and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
     if m > FEW and tiled:
-        if fp8:
-            wide = torch.empty((n, k), dtype=torch.bfloat16, device=x.device)
-            _widen[(triton.cdiv(n, 16), triton.cdiv(k, 256))](
-                w.view(torch.uint8), w_scale, wide, n, k, BN=16, BK=256, PDL=PDL, **_options(4)
-            )
-            w = wide
+        if w_scale is not None:
+            w = widen(w, w_scale, 32)
         bm, bn, warps, stages = _many_plan(m, n, chunks)
         grid = (triton.cdiv(m, bm) * triton.cdiv(n, bn),)
         _many[grid](
@@ -393,19 +443,17 @@ def _dense(x: Tensor, w: Tensor, w_scale: Tensor | None, bias: Tensor | None, gr
     if groups > 1:
         while rows % bn:
             bn //= 2
-    tiles = triton.cdiv(n, bn) * triton.cdiv(m, bm)
     split = chunks > 1 and m <= FEW
-    part = lock = out
-    if split:
-        part = torch.empty(tiles * chunks * bm * bn, dtype=torch.float32, device=x.device)
-        lock = _locks(w, tiles)
+    part = torch.empty((chunks, m, n), dtype=torch.float32, device=x.device) if split else out
     segment = triton.cdiv(triton.cdiv(k, 128), chunks) * 128
     _few[(triton.cdiv(n, bn), triton.cdiv(m, bm), chunks if split else 1)](
-        x, w.view(torch.uint8) if fp8 else w, w_scale if fp8 else w, bias, out, part, lock, m, n,
+        x, w.view(torch.uint8) if fp8 else w, w_scale if fp8 else w, bias, out, part, m, n,
         K=k, ROWS=rows if groups > 1 else 0, SEGMENT=segment,
         BM=bm, BN=bn, BK=bk, CHUNKS=chunks, SPLIT=split, FP8=fp8, BIAS=bias is not None, F32=f32_out,
         PDL=PDL, **_options(warps, 4),
     )  # fmt: skip
+    if split:
+        add_chunks(part, out, bias)
     return out
 
 
@@ -429,28 +477,56 @@ def linear_dequant(x: Tensor, weight: Tensor, weight_scale: Tensor, groups: int)
         return reference.linear_dequant(x, weight, weight_scale, groups)
     m, (n, k) = x.shape[0], weight.shape
     ready = _hopper(x.device.index) and k % 128 == 0 and n // groups % 64 == 0
+    if m > FEW and not INVARIANT and not INTERPRETED:
+        return _library(x, widen(weight, weight_scale, 32), groups)
     if 0 < m <= FEW and ready and x.is_contiguous() and _aligned(x, weight, weight_scale):
         return hopper_dequant(x, weight, weight_scale, groups)
     return _dense(x, weight, weight_scale, None, groups, False)
 
 
-def hopper_dequant(x: Tensor, weight: Tensor, weight_scale: Tensor, groups: int, stages: int | None = None) -> Tensor:
+def _library(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """cuBLAS: x bf16 [M, groups K], weight bf16 [groups N, K]."""
+    m, n = x.shape[0], weight.shape[0]
+    out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
+    if groups == 1:
+        return torch.mm(x, weight.t(), out=out)
+    torch.bmm(
+        x.view(m, groups, -1).transpose(0, 1),
+        weight.view(groups, n // groups, -1).transpose(1, 2),
+        out=out.view(m, groups, -1).transpose(0, 1),
+    )
+    return out
+
+
+def hopper_dequant(x: Tensor, weight: Tensor, weight_scale: Tensor, groups: int) -> Tensor:
     from deepinfer.ops.triton import linear_sm90 as hopper
 
     m, (n, k) = x.shape[0], weight.shape
     out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
     bm = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
-    hopper.expand[(n // 64,)](
-        x, weight, weight_scale.view(torch.int32), out, m, n,
-        K=k, ROWS=n // groups, BM=bm, NW=4, ST=stages or (8 if bm <= 16 else 6 if bm == 32 else 5), **_options(4),
+    # a block alone on an SM waits for its own loads and wgmmas most of the time, so two share a tile of wo_a
+    chunks = 2 if not INVARIANT and n // 64 <= 132 and k % 256 == 0 else 1
+    stages = 8 if bm <= 16 else 6 if bm == 32 else 5
+    part = torch.empty((chunks, m, n), dtype=torch.float32, device=x.device) if chunks > 1 else out
+    hopper.expand[(n // 64, chunks)](
+        x, weight, weight_scale.view(torch.int32), out, part, m, n,
+        K=k, ROWS=n // groups, BM=bm, NW=4, CHUNKS=chunks, ST=min(stages, 4) if bm == 64 and chunks > 1 else stages,
+        **_options(4),
     )  # fmt: skip
+    if chunks > 1:
+        add_chunks(part, out)
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_f32: bool) -> Tensor:
     if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
         return reference.linear(x, weight, bias, out_f32)
-    return _dense(x, weight.contiguous(), None, bias, 1, out_f32)
+    weight = weight.contiguous()
+    if x.shape[0] > FEW and not INVARIANT and not INTERPRETED and not (bias is not None and out_f32):
+        if bias is not None:
+            return torch.addmm(bias, x, weight.t())
+        return torch.mm(x, weight.t(), out_dtype=torch.float32) if out_f32 else torch.mm(x, weight.t())
+    return _dense(x, weight, None, bias, 1, out_f32)
 
 
 # ---------------------------------------------------------------------------------------------------- compile checks
@@ -468,7 +544,7 @@ def _variants() -> list[Variant]:
         options = {"num_warps": 8 if bm == 64 else 4, "num_stages": 4}
         out.append(Variant(_fp8, fp8, constants, {90: "wgmma", 100: "tcgen05.mma"}, options))
     sizes = {"M": "i32", "N": "i32", "K": "i32", "ROWS": "i32"}
-    few = {"x": "*bf16", "bias": "*bf16", "out": "*bf16", "part": "*fp32", "lock": "*i32", "M": "i32", "N": "i32"}
+    few = {"x": "*bf16", "bias": "*bf16", "out": "*bf16", "part": "*fp32", "M": "i32", "N": "i32"}
     tensor_core = {90: "wgmma", 100: "tcgen05.mma"}
     for m, n, f8 in ((1, 129280, False), (64, 129280, False), (1, 1024, False), (64, 1024, False), (1, 8192, True)):
         bm, bn, bk, warps = _few_plan(m, n, f8)
@@ -485,14 +561,19 @@ def _variants() -> list[Variant]:
         constants = {"BM": bm, "BN": bn, "BK": 64, "CHUNKS": chunks, "BIAS": False, "F32": False, "PDL": True}
         options = {"num_warps": warps, "num_stages": stages}
         out.append(Variant(_many, {**types, **sizes}, constants, tensor_core, options))
-    widen = {"w": "*u8", "w_scale": "*u8", "out": "*bf16", "N": "i32", "K": "i32"}
-    out.append(Variant(_widen, widen, {"BN": 16, "BK": 256, "PDL": True}, {90: "", 100: ""}))
+    widen = {"w": "*u8", "w_scale": "*u8", "out": "*bf16", "GROUPS": "i32"}
+    for rows in (1, 32):
+        constants = {"K": 5120, "ROWS": rows, "BLOCK": 128, "PDL": True}
+        out.append(Variant(_widen, widen, constants, {90: "", 100: ""}))
+    add = {"part": "*fp32", "bias": "*bf16", "out": "*bf16", "SIZE": "i32", "N": "i32"}
+    constants = {"CHUNKS": 8, "BIAS": True, "F32": False, "BLOCK": 512, "PDL": True}
+    out.append(Variant(_add, add, constants, {90: "", 100: ""}))
     if INTERPRETED:
         return out
     from deepinfer.ops.triton import linear_sm90 as hopper
 
     codes = {"x_ptr": "*fp8e4nv", "xs_ptr": "*i32", "w_ptr": "*fp8e4nv", "ws_ptr": "*i32", "out_ptr": "*bf16"}
-    codes |= {"part_ptr": "*fp32", "lock_ptr": "*i32", "M": "i32", "N": "i32"}
+    codes |= {"part_ptr": "*fp32", "M": "i32", "N": "i32"}
     for m in (8, 16, 32, 64, 8192):
         for n, k in ((5120, 8192), (32768, 1280)):
             plan = _fp8_plan(m, n, k)
@@ -500,10 +581,19 @@ def _variants() -> list[Variant]:
             options = {"num_warps": plan["NW"], **({"maxnreg": cap} if cap else {})}
             constants = {**plan, "K": k, "CHUNKS": fp8_chunks(n, k), "GROUP": 8}
             out.append(Variant(hopper.fp8, codes, constants, {90: "wgmma"}, options, True))
-    wide = {"x_ptr": "*bf16", "w_ptr": "*fp8e4nv", "ws_ptr": "*i32", "out_ptr": "*bf16", "M": "i32", "N": "i32"}
-    for bm, stages in ((8, 8), (16, 8), (32, 6), (64, 5)):
-        constants = {"K": 4096, "ROWS": 1024, "BM": bm, "NW": 4, "ST": stages}
+    wide = {"x_ptr": "*bf16", "w_ptr": "*fp8e4nv", "ws_ptr": "*i32", "out_ptr": "*bf16", "part_ptr": "*fp32"}
+    wide |= {"M": "i32", "N": "i32"}
+    for bm, stages, chunks in ((8, 8, 1), (16, 8, 1), (32, 6, 1), (64, 5, 1), (64, 4, 2)):
+        constants = {"K": 4096, "ROWS": 1024, "BM": bm, "NW": 4, "ST": stages, "CHUNKS": chunks}
         out.append(Variant(hopper.expand, wide, constants, {90: "wgmma"}, {"num_warps": 4}, True))
+    from deepinfer.ops.triton import linear_ws_sm90 as ws
+
+    for chunks, k in ((1, 1280), (3, 8192)):
+        types = {"x_desc": f"tensordesc<fp8e4nv[64, 128],{ws.S8!r}>", "xs_ptr": "*i32"}
+        types |= {"w_desc": f"tensordesc<fp8e4nv[128, 128],{ws.S8!r}>", "ws_ptr": "*i32"}
+        types |= {"out_desc": f"tensordesc<bf16[64, 128],{ws.S16!r}>", "part_ptr": "*fp32", "M": "i32", "N": "i32"}
+        constants = {"K": k, "ST": 4, "CHUNKS": chunks, "GROUP": 8}
+        out.append(Variant(ws.fp8_many, types, constants, {90: "wgmma"}, {"num_warps": 4, "maxnreg": 128}, True))
     return out
 
 

@@ -9,8 +9,8 @@ activations after it.
 Bits of `fp8`: every 32 k are one wgmma (k32) from zero, added to the float32 sum after multiplication with both scales,
 a power of two, hence exact: one rounding per 32 k, in k order, whatever the tile. The M side has at least 64 rows in
 every variant (narrower fp8 tiles take another path with other bits, h200_facts.md 5): weights for M <= 32, activations
-above. CHUNKS > 1: K is cut into that many equal chunks, whose sums are added in order at the end, by one block or
-(SPLIT) by the last of the blocks that share a tile, which finds the others' sums in `part`.
+above. CHUNKS > 1: K is cut into that many equal chunks, whose sums are added in order at the end, by the block or, with
+SPLIT, by linear.add_chunks.
 
 Bits of `expand`: products of bf16, float32 sums inside the tensor core, k16 steps in k order: those of a bf16 `tl.dot`.
 """
@@ -99,9 +99,8 @@ def _mma(a_s, b_s, zero, i: gl.constexpr):
 
 
 @gluon.jit
-def _tile(M, tiles_n, BM: gl.constexpr, GROUP: gl.constexpr):
-    """Block -> (row tile, weight tile); GROUP row tiles walk the weights together, so both stay in the L2."""
-    pid = gl.program_id(0)
+def _tile(pid, M, tiles_n, BM: gl.constexpr, GROUP: gl.constexpr):
+    """Tile -> (row tile, weight tile); GROUP row tiles walk the weights together, so both stay in the L2."""
     width = GROUP * tiles_n
     first = pid // width * GROUP
     size = gl.minimum((M + BM - 1) // BM - first, GROUP)
@@ -116,7 +115,6 @@ def fp8(
     ws_ptr,
     out_ptr,
     part_ptr,
-    lock_ptr,
     M,
     N,
     K: gl.constexpr,
@@ -132,8 +130,8 @@ def fp8(
 ):
     """out bf16 [M, N] = x e4m3 [M, K] w e4m3 [N, K]^T; xs int32 [M, K/128], ws int32 [N/32, K/128] scale words.
 
-    Grid (tiles, CHUNKS if SPLIT else 1). FLIP: weights are the M side. DEEP: wgmmas in flight. part float32 [tiles,
-    CHUNKS, BM, BN] and lock int32 [tiles], zero before and after, with SPLIT.
+    Grid (tiles, CHUNKS if SPLIT else 1). FLIP: weights are the M side. DEEP: wgmmas in flight. With SPLIT,
+    sums of chunks go to part float32 [CHUNKS, M, N] instead of out.
     """
     _release()
     STEP: gl.constexpr = 128
@@ -157,7 +155,7 @@ def fp8(
     S2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     S8: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
-    tm, tn = _tile(M, N // BN, BM, GROUP)
+    tm, tn = _tile(gl.program_id(0), M, N // BN, BM, GROUP)
     first = 0
     if SPLIT:
         first = gl.program_id(1) * PER
@@ -253,30 +251,13 @@ def fp8(
     async_copy.wait_group(0)
 
     if SPLIT:
-        pm = gl.arange(0, BM, layout=LCOL if FLIP else LROW)
-        pn = gl.arange(0, BN, layout=LROW if FLIP else LCOL)
+        pm = tm * BM + gl.arange(0, BM, layout=LCOL if FLIP else LROW)
+        pn = tn * BN + gl.arange(0, BN, layout=LROW if FLIP else LCOL)
+        part_p = part_ptr + gl.program_id(1).to(gl.int64) * M * N
         if FLIP:
-            at = pm[None, :] * BN + pn[:, None]
-            ok = (pm < M - tm * BM)[None, :] & (pn >= 0)[:, None]
+            gl.store(part_p + (pm[None, :] * N + pn[:, None]), acc, mask=(pm < M)[None, :] & (pn >= 0)[:, None])
         else:
-            at = pm[:, None] * BN + pn[None, :]
-            ok = (pm < M - tm * BM)[:, None] & (pn >= 0)[None, :]
-        part_p = part_ptr + gl.program_id(0) * (CHUNKS * BM * BN)
-        gl.store(part_p + gl.program_id(1) * (BM * BN) + at, acc, mask=ok)
-        gl.thread_barrier()
-        ticket = gl.atomic_add(lock_ptr + gl.program_id(0), 1, sem="acq_rel", scope="gpu")
-        if ticket == CHUNKS - 1:
-            total = gl.zeros([RA, RB], gl.float32, layout=MMA)
-            if BM <= 16:
-                for c in gl.static_range(CHUNKS):
-                    total += gl.load(part_p + c * (BM * BN) + at, mask=ok, other=0.0, cache_modifier=".cg")
-            else:  # all loads at once would spill
-                for c in range(0, CHUNKS, 2):
-                    even = gl.load(part_p + c * (BM * BN) + at, mask=ok, other=0.0, cache_modifier=".cg")
-                    odd = gl.load(part_p + (c + 1) * (BM * BN) + at, mask=ok, other=0.0, cache_modifier=".cg")
-                    total = total + even + odd
-            gl.store(lock_ptr + gl.program_id(0), 0)
-            _store(out_ptr, total, tm, tn, M, N, BM, BN, FLIP, NW)
+            gl.store(part_p + (pm[:, None] * N + pn[None, :]), acc, mask=(pm < M)[:, None] & (pn >= 0)[None, :])
     elif CHUNKS > 1:
         _store(out_ptr, total_s.load(MMA), tm, tn, M, N, BM, BN, FLIP, NW)
     else:
@@ -320,6 +301,7 @@ def expand(
     w_ptr,
     ws_ptr,
     out_ptr,
+    part_ptr,
     M,
     N,
     K: gl.constexpr,
@@ -327,15 +309,19 @@ def expand(
     BM: gl.constexpr,
     NW: gl.constexpr,
     ST: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):
     """out bf16 [M, N] = x bf16 [M, groups * K] w e4m3 [N, K]^T; weight rows [g * ROWS, (g+1) * ROWS) read group g of x.
 
-    Grid (N / (16 NW),), M <= BM. Codes become bf16 times block scale in the registers that wgmma reads.
+    Grid (N / (16 NW), CHUNKS), M <= BM. Codes become bf16 times block scale in the registers that wgmma reads. CHUNKS >
+    1: sums go to part float32 [CHUNKS, M, N].
     """
     _release()
     STEP: gl.constexpr = 128
     BN: gl.constexpr = 16 * NW
     WORDS: gl.constexpr = K // STEP
+    COUNT: gl.constexpr = WORDS // CHUNKS
+    first = gl.program_id(1) * COUNT
     BLOCKS: gl.constexpr = BN // 32
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, BM, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -358,29 +344,29 @@ def expand(
     k = gl.arange(0, STEP, layout=gl.SliceLayout(0, LC))
     wr = gl.arange(0, BN, layout=gl.SliceLayout(1, LC))
     wb = gl.arange(0, BLOCKS, layout=L1)
-    w_p = w_ptr + (tile * BN).to(gl.int64) * K + (wr[:, None] * K + k[None, :])
-    ws_p = ws_ptr + tile * BLOCKS * WORDS + wb * WORDS
+    w_p = w_ptr + (tile * BN).to(gl.int64) * K + first * STEP + (wr[:, None] * K + k[None, :])
+    ws_p = ws_ptr + tile * BLOCKS * WORDS + first + wb * WORDS
     xr = gl.arange(0, BM, layout=gl.SliceLayout(1, LX))
     xk = gl.arange(0, 64, layout=gl.SliceLayout(0, LX))
-    x_p = x_ptr + tile * BN // ROWS * K + (xr[:, None] * (groups * K) + xk[None, :])
+    x_p = x_ptr + tile * BN // ROWS * K + first * STEP + (xr[:, None] * (groups * K) + xk[None, :])
     x_ok = (xr < M)[:, None]
     for i in gl.static_range(ST - 1):
-        async_copy.async_copy_global_to_shared(w_s.index(i), w_p + i * STEP, mask=(wr >= 0)[:, None] & (i < WORDS))
-        async_copy.async_copy_global_to_shared(ws_s.index(i), ws_p + i, mask=(wb >= 0) & (i < WORDS))
+        async_copy.async_copy_global_to_shared(w_s.index(i), w_p + i * STEP, mask=(wr >= 0)[:, None] & (i < COUNT))
+        async_copy.async_copy_global_to_shared(ws_s.index(i), ws_p + i, mask=(wb >= 0) & (i < COUNT))
         async_copy.commit_group()
     _wait()
     for i in gl.static_range(ST - 1):
-        async_copy.async_copy_global_to_shared(x_s.index(2 * i), x_p + i * STEP, mask=x_ok & (i < WORDS))
-        async_copy.async_copy_global_to_shared(x_s.index(2 * i + 1), x_p + i * STEP + 64, mask=x_ok & (i < WORDS))
+        async_copy.async_copy_global_to_shared(x_s.index(2 * i), x_p + i * STEP, mask=x_ok & (i < COUNT))
+        async_copy.async_copy_global_to_shared(x_s.index(2 * i + 1), x_p + i * STEP + 64, mask=x_ok & (i < COUNT))
         async_copy.commit_group()
 
     pairs_s = w_s._reinterpret(gl.int16, [ST, BN, STEP // 2], S16)
     acc = gl.zeros([BN, BM], gl.float32, layout=MMA)
-    for it in range(0, WORDS):
+    for it in range(0, COUNT):
         slot = it % ST
         ahead = it + ST - 1
         into = ahead % ST
-        go = ahead < WORDS
+        go = ahead < COUNT
         async_copy.wait_group(ST - 2)  # barriers as in fp8
         async_copy.async_copy_global_to_shared(w_s.index(into), w_p + ahead * STEP, mask=(wr >= 0)[:, None] & go)
         async_copy.async_copy_global_to_shared(ws_s.index(into), ws_p + ahead, mask=(wb >= 0) & go)
@@ -399,4 +385,10 @@ def expand(
             acc = warpgroup_mma(a, b_s, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     async_copy.wait_group(0)
-    _store(out_ptr, acc, 0, tile, M, N, BM, BN, True, NW)
+    if CHUNKS > 1:
+        m = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+        n = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+        part_p = part_ptr + gl.program_id(1).to(gl.int64) * M * N
+        gl.store(part_p + (m[None, :] * N + n[:, None]), acc, mask=(m < M)[None, :] & (n >= 0)[:, None])
+    else:
+        _store(out_ptr, acc, 0, tile, M, N, BM, BN, True, NW)
