@@ -129,10 +129,10 @@ def test_hopper_constants() -> None:
         assert torch.equal(table.view(torch.float8_e4m3fn).float(), values * 2.0 ** (r - 6))
 
 
-def run_ptx(text: str, words: list[int], scale: int) -> list[int]:
-    """The decoder's instructions, executed: $8..$11 code words, $12 scale word -> $0..$7."""
-    regs = {f"${8 + i}": w for i, w in enumerate(words)} | {"$12": scale}
-    body = text.replace("{ .reg .b32 m, t, r, lo<4>, hi<4>;", "").rstrip(" }")
+def run_ptx(text: str, inputs: dict[str, int], outputs: int) -> list[int]:
+    """The instructions of a decoder, executed on its input registers -> $0..$(outputs - 1)."""
+    regs = dict(inputs)
+    body = text[text.index(";") + 1 :].rstrip(" }")  # after the declaration
     for line in filter(None, (part.strip() for part in body.split(";"))):
         name, operands = line.split(" ", 1)
         to, *rest = (o.strip() for o in operands.split(","))
@@ -155,11 +155,17 @@ def run_ptx(text: str, words: list[int], scale: int) -> list[int]:
             case _:
                 raise AssertionError(line)
         regs[to] = out & 0xFFFFFFFF
-    return [regs[f"${i}"] for i in range(8)]
+    return [regs[f"${i}"] for i in range(outputs)]
 
 
 def test_decoder_assembly() -> None:
-    """Instructions of one lane against the stored weights: registers are (kh, r8) words of group 0, then of group 1."""
+    """Instructions of one lane against the stored weights, for the three decoders.
+
+    e4m3: registers are (kh, r8) words of group 0, then of group 1; of one row without scales. f16: (group, kh, h, r8)
+    pairs of k, where the expanded activations are in the same order.
+    """
+    from deepinfer.ops.triton import experts_one_sm90 as one
+    from deepinfer.ops.triton import experts_prefill_sm90 as prefill
     from deepinfer.ops.triton import experts_sm90 as hopper
 
     g = torch.Generator().manual_seed(6)
@@ -170,12 +176,41 @@ def test_decoder_assembly() -> None:
     scales = hopper.pack(code, scale)[1].view(torch.int32).view(4, 8, 4)  # w, g, step
     for step, w, lane in ((0, 0, 0), (1, 2, 13), (3, 3, 31), (2, 1, 22)):
         row, q = lane // 4, lane % 4
-        first = int(scales[w, row, 0])
-        args = [int(x) & 0xFFFFFFFF for x in words[step, w, row, q]], int(scales[w, row, step]) & 0xFFFFFFFF
-        for i, register in enumerate(run_ptx(hopper._decode_asm(), *args)):
-            group, kh, r8 = i // 4, (i // 2) % 2, i % 2
-            base = ((first >> (8 * r8 + 4)) & 15) | (((first >> (8 * r8 + 20)) & 15) << 4)
-            bytes_ = torch.tensor([(register >> (8 * b)) & 255 for b in range(4)], dtype=torch.uint8)
-            values = bytes_.view(torch.float8_e4m3fn).float() * 2.0 ** (base + 6 - 127)
-            k = 64 * step + 32 * group + 16 * kh + 4 * q
-            assert torch.equal(values, want[16 * w + 8 * r8 + row, k : k + 4])
+        first, mine = int(scales[w, row, 0]), int(scales[w, row, step]) & 0xFFFFFFFF
+        base = [((first >> (8 * r8 + 4)) & 15) | (((first >> (8 * r8 + 20)) & 15) << 4) for r8 in range(2)]
+        code_words = [int(x) & 0xFFFFFFFF for x in words[step, w, row, q]]
+        inputs = {f"${8 + i}": v for i, v in enumerate(code_words)}
+        for text, last in ((hopper._decode_asm(), mine), (one._decode_asm(), 0x0C080400)):
+            for i, register in enumerate(run_ptx(text, {**inputs, "$12": last}, 8)):
+                group, kh, r8 = i // 4, (i // 2) % 2, i % 2
+                exponent = (mine >> (16 * group + 8 * r8)) & 15 if text == one._decode_asm() else 0
+                bytes_ = torch.tensor([(register >> (8 * b)) & 255 for b in range(4)], dtype=torch.uint8)
+                values = bytes_.view(torch.float8_e4m3fn).float() * 2.0 ** (base[r8] + exponent + 6 - 127)
+                k = 64 * step + 32 * group + 16 * kh + 4 * q
+                assert torch.equal(values, want[16 * w + 8 * r8 + row, k : k + 4])
+        inputs = {f"${16 + i}": v for i, v in enumerate(code_words)} | {"$20": mine}
+        for i, register in enumerate(run_ptx(prefill._decode_asm(), inputs, 16)):
+            group, kh, h, r8 = i // 8, (i // 4) % 2, (i // 2) % 2, i % 2
+            halves = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32).to(torch.int16)
+            values = halves.view(torch.float16).float() * 2.0 ** (base[r8] + 14 - 127)
+            place = 8 * h + 2 * q  # of the fragment, in 16 k
+            k = 64 * step + 32 * group + 16 * kh + torch.tensor([order(place), order(place + 1)])
+            assert torch.equal(values, want[16 * w + 8 * r8 + row, k])
+
+
+def order(place: int) -> int:
+    """k of a place in the 16 k of a fragment, as `expand` writes activations."""
+    h, q, j = place // 8, place // 2 % 4, place % 2
+    return 4 * q + 2 * h + j
+
+
+def test_expanded_activations() -> None:
+    """f16 times the row's factor is the activation, exactly, in the fragment's order of k."""
+    from deepinfer.ops.triton import experts_prefill_sm90 as prefill
+
+    g = torch.Generator().manual_seed(7)
+    x, scale = formats.quant_fp8(randn(g, 5, 96) * torch.exp2(torch.arange(96) // 32 * -4.0))
+    out, base = torch.empty((5, 96), dtype=torch.float16), torch.empty(5)
+    prefill.expand[(5,)](x, scale.view(torch.uint8), out, base, 96, 128, False)
+    permutation = torch.tensor([16 * i + order(p) for i in range(6) for p in range(16)])
+    assert torch.equal(out.float() * base[:, None], formats.dequant_fp8(x, scale)[:, permutation])

@@ -22,10 +22,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepinfer.ops import moe
+from deepinfer.ops.triton import experts_router
 from deepinfer.ops.triton.compile import Variant
 from deepinfer.ops.triton.support import INTERPRET, bf16, e4m3_code, e8m0_value, f32, round_bf16
 
 INTERPRETED = bool(INTERPRET.value)
+# one kernel, and with it the same bits of a row, for every number of rows
+INVARIANT = experts_router.INVARIANT
+router = experts_router.router
 PDL = not INTERPRETED  # programmatic dependent launch: 0.4 us a launch less in a captured graph
 
 
@@ -96,16 +100,23 @@ def _route_experts(ids, items, pairs, P, E, SLOTS, NT: tl.constexpr, BLOCK: tl.c
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def _combine(y, ids, out, H, E, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out float32 [T, H] = sum over the K slots of a row, in slot order, of y bf16 [T K, H]."""
+    """out float32 [T, H] = sum over the K slots of a row, in slot order, of y bf16 [T K, H].
+
+    Ids are read before the wait: the kernel before let this one start after gate+up had waited for them.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    absent = 0
+    for s in tl.static_range(K):
+        e = tl.load(ids + t * K + s)
+        absent |= tl.where((e >= 0) & (e < E), 0, 1 << s)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(K):
-        e = tl.load(ids + t * K + s)
-        total += f32(tl.load(y + (t * K + s) * H + c, mask=(c < H) & (e >= 0) & (e < E), other=0.0))
+        ok = (c < H) & ((absent >> s) & 1 == 0)
+        total += f32(tl.load(y + (t * K + s) * H + c, mask=ok, other=0.0))
     tl.store(out + t * H + c, total, mask=c < H)
 
 
@@ -236,19 +247,22 @@ def _portable(
 
 # --------------------------------------------------------------------------------------------------------------- ops
 
-# tokens of an item -> warps (16 rows of weights each), ring slots, one wgmma in flight instead of two, register cap
-_HOPPER: dict[int, tuple[int, int, bool, int | None]] = {
-    8: (4, 4, False, None),
-    16: (4, 4, False, None),
-    32: (4, 4, True, None),
-    64: (8, 3, True, 128),
-}
+# Pairs of an expert from which prefill's kernel serves. Off: its tile of 8 warps has run on an H200 (7.8 ms for 8,192
+# rows, `grouped` 11.6) but its results have not been compared there since products no longer cross a loop's back edge.
+# When `*/prefill` and `prefill-row-bits` of tests/gpu/check_experts.py pass: 18 (1,024 rows, 16: equal; 2,048: 0.7x).
+PREFILL_MEAN = 1 << 30
 
 
 def tokens_per_item(pairs: int, experts: int) -> int:
-    """NT by the mean number of pairs of an expert: 8 up to 4, 16 up to 10, 32 up to 28 (64 rows, top 6 of 384: 1)."""
+    """NT by the mean number of pairs of an expert: 8 up to 4 (64 rows, top 6 of 384: 1), 16 up to 20, then 64."""
     mean = pairs / experts
-    return 8 if mean <= 4 else 16 if mean <= 10 else 32 if mean <= 28 else 64
+    return 8 if mean <= 4 else 16 if mean <= 20 else 64
+
+
+def _prefills(pairs: int, experts: int, w13: Tensor, w2: Tensor) -> bool:
+    from deepinfer.ops.triton.experts_prefill_sm90 import fits
+
+    return pairs > PREFILL_MEAN * experts and fits(w13.shape[1]) and fits(w2.shape[1])
 
 
 @functools.cache
@@ -308,53 +322,24 @@ def experts(
     out = torch.empty((t, h), dtype=torch.float32, device=x.device)
     if t == 0:
         return out
-    nt = tokens_per_item(ids.numel(), w13.shape[0])
+    pairs, e = ids.numel(), w13.shape[0]
     parts = (x.contiguous(), x_scale.contiguous(), ids.contiguous(), weights.contiguous())
-    run = _run_hopper if _fragment_order(w13, w2) else _run_portable
-    y = run(*parts, w13, w13_scale, w2, w2_scale, limit, nt)
+    if not _fragment_order(w13, w2):
+        run = _run_portable
+    elif INVARIANT:
+        run = _run_grouped
+    else:
+        run = _run_one if t == 1 else _run_prefill if _prefills(pairs, e, w13, w2) else _run_grouped
+    y = run(*parts, w13, w13_scale, w2, w2_scale, limit)
     grid = (t, triton.cdiv(h, 512))
-    _combine[grid](y, parts[2], out, h, w13.shape[0], ids.shape[1], 512, PDL, num_warps=4, **_launch_options())
+    _combine[grid](y, parts[2], out, h, e, ids.shape[1], 512, PDL, num_warps=4, **_launch_options())
     return out
 
 
-def gemm(
-    x: Tensor,
-    x_scale: Tensor,
-    lists: tuple[Tensor, Tensor],
-    weights: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    limit: float,
-    nt: int,
-    *,
-    xdiv: int,
-    act: bool,
-    one: bool = False,
-    shape: tuple[int, int, bool, int | None] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One projection on Hopper, arguments as experts_sm90.grouped. act: (e4m3 [P, I], E8M0); else (bf16 [P, N], -).
-
-    `shape` replaces the entry of _HOPPER (bench).
-    """
-    from deepinfer.ops.triton import experts_sm90 as hopper
-
-    (items, pairs), p, n, k = lists, weights.numel(), w.shape[1], 2 * w.shape[2]
-    if act:
-        out = torch.empty((p, n // 2), dtype=torch.float8_e4m3fn, device=x.device)
-        out_scale = torch.empty((p, n // 64), dtype=torch.uint8, device=x.device)
-    else:
-        out = torch.empty((p, n), dtype=torch.bfloat16, device=x.device)
-        out_scale = x_scale  # not written
-    nw, stages, serial, cap = shape or _HOPPER[nt]
-    hopper.grouped[(n // (16 * nw), p if one else items.shape[0])](
-        w.view(torch.int32), w_scale.view(torch.int32), x, x_scale.view(torch.int32), items, pairs, weights,
-        out.view(torch.uint8) if act else out, out_scale, limit, w.shape[0], N=n, K=k, XDIV=xdiv, NT=nt, NW=nw,
-        ST=stages, SERIAL=serial, ONE=one, ACT=act, num_warps=nw, maxnreg=cap, **_launch_options(),
-    )  # fmt: skip
-    return out, out_scale
+# every _run_* returns the rows of every pair after w2, bf16 [P, H]
 
 
-def _run_hopper(
+def _run_one(
     x: Tensor,
     x_scale: Tensor,
     ids: Tensor,
@@ -364,14 +349,53 @@ def _run_hopper(
     w2: Tensor,
     w2_scale: Tensor,
     limit: float,
-    nt: int,
-    shape: tuple[int, int, bool, int | None] | None = None,
 ) -> Tensor:
-    """Rows of every pair after w2, bf16 [P, H]."""
-    one = x.shape[0] == 1
-    lists = (ids, ids) if one else _route(ids, w13.shape[0], nt)
-    act = gemm(x, x_scale, lists, weights, w13, w13_scale, limit, nt, xdiv=ids.shape[1], act=True, one=one, shape=shape)
-    return gemm(*act, lists, weights, w2, w2_scale, limit, nt, xdiv=1, act=False, one=one, shape=shape)[0]
+    """One row on Hopper: no lists, its experts streamed."""
+    from deepinfer.ops.triton.experts_one_sm90 import project
+
+    act = project(x, x_scale, ids, weights, w13, w13_scale, limit, act=True)
+    return project(*act, ids, weights, w2, w2_scale, limit, act=False)[0]
+
+
+def _run_grouped(
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    limit: float,
+) -> Tensor:
+    """Any number of rows on Hopper, a row's bits the same in all."""
+    from deepinfer.ops.triton.experts_sm90 import project
+
+    nt = tokens_per_item(ids.numel(), w13.shape[0])
+    lists = _route(ids, w13.shape[0], nt)
+    act = project(x, x_scale, lists, weights, w13, w13_scale, limit, nt, xdiv=ids.shape[1], act=True)
+    return project(*act, lists, weights, w2, w2_scale, limit, nt, xdiv=1, act=False)[0]
+
+
+def _run_prefill(
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    limit: float,
+) -> Tensor:
+    """Many rows on Hopper."""
+    from deepinfer.ops.triton.experts_prefill_sm90 import expanded, project, widths
+
+    tiles = widths(ids.numel(), w13.shape[0])
+    lists = _route(ids, w13.shape[0], tiles[0])
+    k = ids.shape[1]
+    act = project(*expanded(x, x_scale), lists, weights, w13, w13_scale, limit, xdiv=k, act=True, tiles=tiles)
+    return project(*expanded(*act), lists, weights, w2, w2_scale, limit, xdiv=1, act=False, tiles=tiles)[0]
 
 
 def _run_portable(
@@ -384,10 +408,10 @@ def _run_portable(
     w2: Tensor,
     w2_scale: Tensor,
     limit: float,
-    nt: int,
 ) -> Tensor:
+    """Weights as stored."""
     h, k, p, e, i = x.shape[1], ids.shape[1], ids.numel(), w13.shape[0], w13.shape[1] // 2
-    nt = 16 if nt <= 16 else 32
+    nt = 16 if tokens_per_item(p, e) <= 16 else 32
     items, pairs = _route(ids, e, nt)
     act = torch.empty((p, i), dtype=torch.float8_e4m3fn, device=x.device)
     act_scale = torch.empty((p, i // 32), dtype=torch.uint8, device=x.device)
@@ -405,107 +429,7 @@ def _run_portable(
     return y
 
 
-# ---------------------------------------------------------------------------------------------------- router, swiglu
-
-_SPLITS, _BK = 10, 64  # K segments of the router GEMM, summed in order; real rows: 8 dots of 64 each
-
-
-@triton.jit(do_not_specialize=["T"])
-def _router_gemm(
-    x, w, out, T, E, H,
-    SPLITS: tl.constexpr, LOOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """logits float32 = x bf16 [T, H] w bf16 [E, H]^T. Grid (T / BM, E / BN, 1 or SPLITS).
-
-    LOOP: a program adds the segments itself and writes [T, E]; otherwise a segment a program, partials [SPLITS, T, E],
-    which the selection adds in the same order: the same bits.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    segment = tl.cdiv(tl.cdiv(H, BK), SPLITS) * BK
-    x_p = x + m.to(tl.int64)[:, None] * H + k[None, :]
-    w_p = w + n.to(tl.int64)[None, :] * H + k[:, None]
-    m_ok = (m < T)[:, None]
-    n_ok = (n < E)[None, :]
-    total = tl.zeros((BM, BN), tl.float32)
-    first = tl.program_id(2)
-    for s in range(first, SPLITS if LOOP else first + 1):
-        acc = tl.zeros((BM, BN), tl.float32)
-        for o in range(s * segment, tl.minimum((s + 1) * segment, H), BK):
-            a = tl.load(x_p + o, mask=m_ok & (o + k < H)[None, :], other=0.0)
-            b = tl.load(w_p + o, mask=n_ok & (o + k < H)[:, None], other=0.0)
-            if INTERPRET:
-                acc = tl.dot(f32(a), f32(b), acc)
-            else:
-                acc = tl.dot(a, b, acc)
-        total += acc
-    to = out + (first * T + m).to(tl.int64)[:, None] * E + n[None, :]
-    tl.store(to, total, mask=m_ok & n_ok)
-
-
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["is_image"])
-def _router_select(
-    logits, bias, bias_vl, is_image, ids, weights, T, E, scale,
-    SPLITS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Top K of a row: largest choice first, ties to the lower id; written in ascending order of ids. Grid (T,)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK)
-    ok = e < E
-    x = tl.zeros((BLOCK,), tl.float32)
-    for s in tl.static_range(SPLITS):
-        x += tl.load(logits + (s * T + t) * E + e, mask=ok, other=0.0)
-    # softplus; log1p(p) = log(1 + p) p / ((1 + p) - 1), exact where 1 + p rounds
-    p = tl.exp(tl.minimum(x, 20.0))
-    q = 1.0 + p
-    soft = tl.where(q == 1.0, p, tl.log(q) * (p / tl.where(q == 1.0, 1.0, q - 1.0)))
-    score = tl.sqrt(tl.where(x > 20.0, x, soft))
-    image = tl.load(is_image + t) != 0
-    extra = tl.where(image, tl.load(bias_vl + e, mask=ok, other=0.0), tl.load(bias + e, mask=ok, other=0.0))
-    choice = tl.where(ok, score + extra, float("-inf"))
-    picked = e < 0
-    for _ in tl.static_range(K):
-        best = tl.argmax(choice, 0, tie_break_left=True)
-        picked = picked | (e == best)
-        choice = tl.where(e == best, float("-inf"), choice)
-    place = tl.cumsum(tl.where(picked, 1, 0), 0) - 1
-    total = tl.sum(tl.where(picked & (place == 0), score, 0.0))
-    for i in tl.static_range(1, K):  # slot order
-        total += tl.sum(tl.where(picked & (place == i), score, 0.0))
-    tl.store(ids + t * K + place, e, mask=picked)
-    tl.store(weights + t * K + place, score / (total + 1e-20) * scale, mask=picked)
-
-
-def router(
-    x: Tensor, weight: Tensor, bias: Tensor, bias_vl: Tensor, is_image: Tensor, k: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Provider of `router`. Two launches; few rows are split over K to fill the device, many rows over rows."""
-    if x.dtype is not torch.bfloat16:  # exact numerics
-        return moe.router(x, weight, bias, bias_vl, is_image, k, scale)
-    (t, h), e = x.shape, weight.shape[0]
-    ids = torch.empty((t, k), dtype=torch.int32, device=x.device)
-    weights = torch.empty((t, k), dtype=torch.float32, device=x.device)
-    if t == 0:
-        return ids, weights
-    splits, bm = (_SPLITS, 16) if t <= 256 else (1, 64)
-    logits = torch.empty((splits, t, e), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(t, bm), triton.cdiv(e, 32 if bm == 16 else 64), splits)
-    _router_gemm[grid](
-        x.contiguous(), weight.contiguous(), logits, t, e, h, _SPLITS, splits == 1, bm, 32 if bm == 16 else 64, _BK,
-        PDL, num_warps=bm // 8 if bm > 32 else 4, num_stages=3, **_launch_options(),
-    )  # fmt: skip
-    _router_select[(t,)](
-        logits, bias, bias_vl, is_image.view(torch.uint8), ids, weights, t, e, scale, splits, k,
-        triton.next_power_of_2(e), PDL, num_warps=1, **_launch_options(),
-    )  # fmt: skip
-    return ids, weights
+# ------------------------------------------------------------------------------------------------------------ swiglu
 
 
 @triton.jit
@@ -544,22 +468,12 @@ def _variants() -> list[Variant]:
     lists = {"ids": "*i32", "items": "*i32", "pairs": "*i32", "P": "i32", "E": "i32"}
     out = [
         Variant(_route_pairs, lists, {"NT": 8, "BLOCK": 512, "PDL": True}, both),
-        Variant(
-            _route_experts, {**lists, "SLOTS": "i32"}, {"NT": 64, "BLOCK": 1024, "PDL": True}, both
-        ),
+        Variant(_route_experts, {**lists, "SLOTS": "i32"}, {"NT": 64, "BLOCK": 1024, "PDL": True}, both),
         Variant(
             _combine,
             {"y": "*bf16", "ids": "*i32", "out": "*fp32", "H": "i32", "E": "i32"},
             {"K": 6, "BLOCK": 512, "PDL": True},
             both,
-        ),
-        Variant(
-            _router_select,
-            {"logits": "*fp32", "bias": "*fp32", "bias_vl": "*fp32", "is_image": "*u8", "ids": "*i32",
-             "weights": "*fp32", "T": "i32", "E": "i32", "scale": "fp32"},
-            {"SPLITS": _SPLITS, "K": 6, "BLOCK": 512, "PDL": True},
-            both,
-            {"num_warps": 1},
         ),
         Variant(
             _swiglu,
@@ -568,11 +482,6 @@ def _variants() -> list[Variant]:
             both,
         ),
     ]  # fmt: skip
-    gemm = {"x": "*bf16", "w": "*bf16", "out": "*fp32", "T": "i32", "E": "i32", "H": "i32"}
-    for bm, bn, loop in ((16, 32, False), (64, 64, True)):
-        constants = {"SPLITS": _SPLITS, "LOOP": loop, "BM": bm, "BN": bn, "BK": _BK, "PDL": True}
-        archs = {90: "wgmma", 100: "tcgen05.mma"} if bm == 64 else {90: "mma.sync", 100: "mma.sync"}
-        out.append(Variant(_router_gemm, gemm, constants, archs, {"num_warps": 8 if bm == 64 else 4}))
     chain = {"items": "*i32", "pairs": "*i32", "weights": "*fp32", "limit": "fp32"}
     for act in (True, False):
         portable = {"w": "*u8", "w_scale": "*u8", "x": "*fp8e4nv", "x_scale": "*u8", "out_scale": "*u8", **chain}
@@ -580,21 +489,11 @@ def _variants() -> list[Variant]:
         for nt in (16, 32):
             constants = {"XDIV": 6 if act else 1, "BN": 128, "NT": nt, "ACT": act, "PDL": True}
             out.append(Variant(_portable, portable, constants, {90: "wgmma", 100: "tcgen05.mma"}))
-    if INTERPRETED:
+    if INTERPRETED:  # it has no Gluon
         return out
-    from deepinfer.ops.triton import experts_sm90 as hopper
+    from deepinfer.ops.triton import experts_one_sm90, experts_prefill_sm90, experts_sm90
 
-    signature = {"w_ptr": "*i32", "ws_ptr": "*i32", "x_ptr": "*fp8e4nv", "xs_ptr": "*i32", "out_scale_ptr": "*u8"}
-    for nt, (nw, stages, serial, cap) in _HOPPER.items():
-        for act, one in ((True, False), (False, False)) + (((True, True), (False, True)) if nt == 8 else ()):
-            n, k, xdiv = (4608, 5120, 6) if act else (5120, 2304, 1)
-            constants = {"N": n, "K": k, "XDIV": xdiv, "NT": nt, "NW": nw, "ST": stages, "SERIAL": serial}
-            options = {"num_warps": nw, **({"maxnreg": cap} if cap else {})}
-            types = {**signature, **chain, "E": "i32", "out_ptr": "*u8" if act else "*bf16"}
-            out.append(
-                Variant(hopper.grouped, types, {**constants, "ONE": one, "ACT": act}, {90: "wgmma"}, options, True)
-            )
-    return out
+    return out + experts_sm90.variants() + experts_one_sm90.variants() + experts_prefill_sm90.variants()
 
 
-VARIANTS = _variants()
+VARIANTS = _variants() + experts_router.VARIANTS

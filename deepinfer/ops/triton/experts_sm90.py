@@ -23,6 +23,8 @@ high nibbles of the first word (group 0 low, group 1 high).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,13 +36,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from deepinfer.ops.triton.compile import Variant
+
 TILE, STEP, CHUNK = 64, 64, 256  # rows of a tile; k of a step (two scale groups); k of a ring slot
 SPREAD = 12  # exponents 1..12 fit e4m3: 28 + 8 * 12 < 0x7F
 
 
 def fits(n: int, k: int) -> bool:
-    """Whether [n, k] weights can be in fragment order."""
-    return n % (2 * TILE) == 0 and k % CHUNK == 0
+    """Whether [n, k] weights can be in fragment order; a ring is filled without a look at the end of k."""
+    return n % (2 * TILE) == 0 and k % CHUNK == 0 and k >= 5 * CHUNK
 
 
 # ------------------------------------------------------------------------------------------------------------ layout
@@ -252,7 +256,6 @@ def grouped(
     out_ptr,
     out_scale_ptr,
     limit,
-    E,
     N: gl.constexpr,
     K: gl.constexpr,
     XDIV: gl.constexpr,
@@ -260,13 +263,11 @@ def grouped(
     NW: gl.constexpr,
     ST: gl.constexpr,
     SERIAL: gl.constexpr,
-    ONE: gl.constexpr,
     ACT: gl.constexpr,
 ):
     """Grid (N / (16 NW), items). Rows of weights x tokens of one item: y[pair] = W[e] x[pair / XDIV].
 
-    items int32 [.., 2]: (expert | count << 16, first place in pairs), -1 for none. pairs: pair ids; ONE: there is one
-    token, item i is pair i and `items` are its expert ids.
+    items int32 [.., 2]: (expert | count << 16, first place in pairs), -1 for none. pairs: pair ids.
     ACT: rows are (gate, up) pairs of channels; writes e4m3 [pairs, N/2] and E8M0 [pairs, N/64] of the weighted
     activation. Otherwise bf16 [pairs, N].
 
@@ -294,19 +295,12 @@ def grouped(
     if ACT:
         _wait()
     _release()
-    if ONE:
-        e = gl.load(items + item)
-        count = 1
-        start = item
-        if (e < 0) | (e >= E):
-            return
-    else:
-        word = gl.load(items + item * 2)
-        if word < 0:
-            return
-        start = gl.load(items + item * 2 + 1)
-        e = word & 0xFFFF
-        count = word >> 16
+    word = gl.load(items + item * 2)
+    if word < 0:
+        return
+    start = gl.load(items + item * 2 + 1)
+    e = word & 0xFFFF
+    count = word >> 16
 
     # a block is NW / 4 tiles of 64 rows; a tile is K * 8 words of codes and K / 2 of scales
     block = (e * (N // 64) + tile * (NW // 4)).to(gl.int64)
@@ -341,14 +335,10 @@ def grouped(
     xk = gl.arange(0, 32, layout=gl.SliceLayout(0, LX))
     cm = gl.arange(0, NT, layout=gl.SliceLayout(1, LXS))
     cw = gl.arange(0, 2, layout=gl.SliceLayout(0, LXS))
-    if ONE:
-        x_row = (xr * 0 + start) // XDIV
-        s_row = (cm * 0 + start) // XDIV
-    else:
-        x_row = gl.load(pairs + start + (xr & (NT - 1)), mask=(xr & (NT - 1)) < count, other=0) // XDIV
-        s_row = gl.load(pairs + start + cm, mask=cm < count, other=0) // XDIV
+    x_row = gl.load(pairs + start + (xr & (NT - 1)), mask=(xr & (NT - 1)) < count, other=0) // XDIV
+    s_row = gl.load(pairs + start + cm, mask=cm < count, other=0) // XDIV
     x_o = (x_row * K + (xr >> (NT.bit_length() - 1)) * 32)[:, None] + xk[None, :]
-    x_ok = ((xr & (NT - 1)) < count)[:, None] & (xk[None, :] >= 0)  # absent tokens stay garbage in their own column
+    x_ok = ((xr & (NT - 1)) < count)[:, None] & (xk[None, :] >= 0)  # absent tokens are zeros
     xs_p = xs_ptr + (s_row * (K // 128))[:, None] + cw[None, :]
     if ACT:
         for i in gl.static_range(ST - 1):
@@ -407,11 +397,10 @@ def grouped(
             acc = _step(acc, w3, s3, x_v, xs_v, g + 6, zero, gx + 6, NW, MMA, SERIAL)
         xs = next_xs
     async_copy.wait_group(0)
-    if not ONE:  # read again rather than kept: registers
-        word = gl.load(items + item * 2)
-        start = gl.load(items + item * 2 + 1)
-        count = word >> 16
-        ws_block = ws_ptr + ((word & 0xFFFF) * (N // 64) + tile * (NW // 4)).to(gl.int64) * (K // 2)
+    word = gl.load(items + item * 2)  # read again rather than kept: registers
+    start = gl.load(items + item * 2 + 1)
+    count = word >> 16
+    ws_block = ws_ptr + ((word & 0xFFFF) * (N // 64) + tile * (NW // 4)).to(gl.int64) * (K // 2)
     acc = acc * _row_scale(ws_block, NW, K, LS, LROW)[:, None]
 
     if ACT:
@@ -423,10 +412,7 @@ def grouped(
         om = gl.arange(0, NT, layout=gl.SliceLayout(0, LO))
         on = gl.arange(0, 8 * NW, layout=gl.SliceLayout(1, LO))
         ok = om < count
-        if ONE:
-            pair = om * 0 + start
-        else:
-            pair = gl.load(pairs + start + om, mask=ok, other=0)
+        pair = gl.load(pairs + start + om, mask=ok, other=0)
         weight = gl.load(weights + pair)
         gate = gl.minimum(gate, limit)
         up = gl.minimum(gl.maximum(up, -limit), limit)
@@ -451,9 +437,75 @@ def grouped(
         om = gl.arange(0, NT, layout=gl.SliceLayout(0, LY))
         on = gl.arange(0, BN, layout=gl.SliceLayout(1, LY))
         ok = om < count
-        if ONE:
-            pair = om * 0 + start
-        else:
-            pair = gl.load(pairs + start + om, mask=ok, other=0)
+        pair = gl.load(pairs + start + om, mask=ok, other=0)
         to = out_ptr + pair.to(gl.int64)[None, :] * N + (tile * BN + on)[:, None]
         gl.store(to, y, mask=ok[None, :] & (on[:, None] >= 0))
+
+
+# ------------------------------------------------------------------------------------------------------------ launch
+
+# tokens of an item -> warps (16 rows of weights each), ring slots, one wgmma in flight instead of two, register cap
+SHAPES: dict[int, tuple[int, int, bool, int | None]] = {
+    8: (4, 3, False, None),
+    16: (4, 3, False, None),
+    64: (8, 3, True, 128),
+}
+
+
+def outputs(pairs: int, n: int, act: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(e4m3 [P, N/2], E8M0 [P, N/64]) of the activation, or (bf16 [P, N], nothing)."""
+    if not act:
+        return torch.empty((pairs, n), dtype=torch.bfloat16, device=device), torch.empty(0, device=device)
+    out = torch.empty((pairs, n // 2), dtype=torch.float8_e4m3fn, device=device)
+    return out, torch.empty((pairs, n // 64), dtype=torch.uint8, device=device)
+
+
+def project(
+    x: Tensor,
+    x_scale: Tensor,
+    lists: tuple[Tensor, Tensor],
+    weights: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    limit: float,
+    nt: int,
+    *,
+    xdiv: int,
+    act: bool,
+) -> tuple[Tensor, Tensor]:
+    """One projection; lists of experts._route for `nt`, row of pair p is p // xdiv. Results as `outputs`."""
+    (items, pairs), n, k = lists, w.shape[1], 2 * w.shape[2]
+    out, out_scale = outputs(weights.numel(), n, act, x.device)
+    nw, stages, serial, cap = SHAPES[nt]
+    grouped[(n // (16 * nw), items.shape[0])](
+        w.view(torch.int32), w_scale.view(torch.int32), x, x_scale.view(torch.int32), items, pairs, weights,
+        out.view(torch.uint8) if act else out, out_scale if act else x_scale, limit, N=n, K=k, XDIV=xdiv, NT=nt,
+        NW=nw, ST=stages, SERIAL=serial, ACT=act, num_warps=nw, maxnreg=cap, launch_pdl=True,
+    )  # fmt: skip
+    return out, out_scale
+
+
+# what the Hopper kernels of this family share in the compile gate
+TYPES = {"w_ptr": "*i32", "ws_ptr": "*i32", "x_ptr": "*fp8e4nv", "xs_ptr": "*i32", "base_ptr": "*fp32", "E": "i32"}
+TYPES |= {"ids": "*i32", "items": "*i32", "pairs": "*i32", "weights": "*fp32", "out_scale_ptr": "*u8", "limit": "fp32"}
+
+
+def both(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> list[Variant]:
+    """Variants of both projections at the model's dimensions."""
+    out = []
+    for act, n, k, xdiv in ((True, 4608, 5120, 6), (False, 5120, 2304, 1)):
+        signature = {**TYPES, "out_ptr": "*u8" if act else "*bf16", **types}
+        out.append(
+            Variant(
+                kernel, signature, {"N": n, "K": k, "XDIV": xdiv, "ACT": act, **constants}, {90: "wgmma"}, options, True
+            )
+        )
+    return out
+
+
+def variants() -> list[Variant]:
+    out = []
+    for nt, (nw, stages, serial, cap) in SHAPES.items():
+        constants = {"NT": nt, "NW": nw, "ST": stages, "SERIAL": serial}
+        out += both(grouped, {}, constants, num_warps=nw, **({"maxnreg": cap} if cap else {}))
+    return out

@@ -16,19 +16,13 @@ from torch import Tensor
 
 from deepinfer.ops import formats
 from deepinfer.ops.triton import experts as kernels
+from deepinfer.ops.triton import experts_one_sm90 as one
+from deepinfer.ops.triton import experts_sm90 as sm90
 from deepinfer.studies.kernels.harness import Case
 
 EXPERTS, HIDDEN, WIDTH, TOP = 384, 5120, 2304, 6
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * (1 / 2 + 1 / 32)
-SETS = {1: 16, 8: 6, 64: 3, 512: 2, 8192: 1}  # rows -> routings in a graph
-
-# other tiles for prefill: name -> (NT, (warps, ring slots, one wgmma in flight, register cap))
-TILES: dict[str, tuple[int, tuple[int, int, bool, int | None]]] = {
-    "nt64/warps4": (64, (4, 3, True, 168)),
-    "nt128/warps4": (128, (4, 2, True, None)),
-    "nt128/warps8": (128, (8, 2, True, None)),
-    "nt32/warps8": (32, (8, 3, True, 128)),
-}
+SETS = {1: 16, 8: 6, 64: 3, 512: 2, 2048: 1, 8192: 1}  # rows -> routings in a graph
 
 
 @functools.cache
@@ -75,24 +69,28 @@ def _make(rows: int) -> Callable[[], list[Callable[[], Any]]]:
     return lambda: [functools.partial(run, *r, *_weights(), 10.0) for r in _routings(rows)]
 
 
-def _make_tiles(rows: int, nt: int, shape: tuple[int, int, bool, int | None]) -> Callable[[], list[Callable[[], Any]]]:
-    run: Callable[..., Any] = kernels._run_hopper
-    return lambda: [functools.partial(run, *r, *_weights(), 10.0, nt, shape) for r in _routings(rows)]
+def _make_prefill(rows: int) -> list[Callable[[], Any]]:
+    """Prefill's kernel whether or not the op takes it; rows of every pair, without their sum."""
+    run: Callable[..., Any] = kernels._run_prefill
+    return [functools.partial(run, *r, *_weights(), 10.0) for r in _routings(rows)]
 
 
 def _make_part(rows: int, act: bool) -> list[Callable[[], Any]]:
-    """One projection alone; the item lists are made outside the graph."""
+    """One projection alone, by the kernel that the op takes; item lists are made outside."""
     w13, s13, w2, s2 = _weights()
-    nt = kernels.tokens_per_item(rows * TOP, EXPERTS)
+    w, s = (w13, s13) if act else (w2, s2)
+    pairs, xdiv = rows * TOP, TOP if act else 1
     calls: list[Callable[[], Any]] = []
     for x, scale, ids, weights in _routings(rows):
-        lists = (ids, ids) if rows == 1 else kernels._route(ids, EXPERTS, nt)
-        more: dict[str, Any] = {"act": act, "one": rows == 1, "xdiv": TOP if act else 1}
-        if act:
-            calls.append(functools.partial(kernels.gemm, x, scale, lists, weights, w13, s13, 10.0, nt, **more))
+        if not act:
+            x, scale = formats.quant_fp8(torch.randn((pairs, WIDTH), device="cuda").bfloat16())
+        if rows == 1:
+            call = functools.partial(one.project, x, scale, ids, weights, w, s, 10.0, act=act)
         else:
-            hidden = formats.quant_fp8(torch.randn((rows * TOP, WIDTH), device="cuda").bfloat16())
-            calls.append(functools.partial(kernels.gemm, *hidden, lists, weights, w2, s2, 10.0, nt, **more))
+            nt = kernels.tokens_per_item(pairs, EXPERTS)
+            lists = kernels._route(ids, EXPERTS, nt)
+            call = functools.partial(sm90.project, x, scale, lists, weights, w, s, 10.0, nt, xdiv=xdiv, act=act)
+        calls.append(call)
     return calls
 
 
@@ -165,7 +163,7 @@ def cases() -> Iterator[Case]:
         used = _used(rows)
         moved = used * EXPERT_BYTES + rows * HIDDEN * (1 + 1 / 32 + 4)
         flops = 6.0 * rows * TOP * HIDDEN * WIDTH
-        nt = kernels.tokens_per_item(rows * TOP, EXPERTS)
+        nt = 1 if rows == 1 else kernels.tokens_per_item(rows * TOP, EXPERTS)
         more = {"experts_used": used, "tokens_per_item": nt}
         baselines = {"grouped_mm bf16": functools.partial(_grouped_mm, rows)}
         yield Case(f"experts/T{rows}", _make(rows), moved, flops, baselines=baselines, more=more)
@@ -176,12 +174,8 @@ def cases() -> Iterator[Case]:
                 used * EXPERT_BYTES * share,
                 flops * share,
             )
-    rows = 8192
-    for name, (nt, shape) in TILES.items():
-        moved = EXPERTS * EXPERT_BYTES
-        yield Case(
-            f"experts_tiles/T{rows}/{name}", _make_tiles(rows, nt, shape), moved, 6.0 * rows * TOP * HIDDEN * WIDTH
-        )
+        if rows > 512:
+            yield Case(f"experts_expanded/T{rows}", functools.partial(_make_prefill, rows), moved, flops)
     for rows in (1, 64, 512, 8192):
         yield _router_case(rows)
     for rows in (64, 8192):
