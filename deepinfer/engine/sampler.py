@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.errors import EngineError
+from deepinfer.ops.sampling import ATANH, EXP, LN2, LN2_HIGH, LN2_LOW, LOG2E, MASS
 from deepinfer.outputs import Logprob
 from deepinfer.params import SamplingParams
 
@@ -127,7 +128,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         z = process_logits(values[i], row)
         best = int(z.argmax())
         if not math.isfinite(z[best]):
-            results[i].error = _why_not(float(z[best]))
+            results[i].error = why_not(float(z[best]))
         elif row.params.greedy:
             results[i].token_id = best
         else:
@@ -155,7 +156,7 @@ def _to_host(logits: torch.Tensor) -> Floats:
     return host
 
 
-def _why_not(best: float) -> str:
+def why_not(best: float) -> str:
     if best == -math.inf:
         return (
             "no token is left to choose: allowed_token_ids, bad_words, min_tokens and the ids that this "
@@ -220,7 +221,7 @@ def keep_mask(z: Floats, scaled: Floats, params: SamplingParams) -> NDArray[np.b
 
     z: processed logits [V]; scaled: (z - max z) / temperature [V], float32 both. Tokens rank by logit, and by
     id where logits are equal, so that k tokens are k tokens. top_p is measured within what min_p and top_k
-    left; the token that reaches it is kept.
+    left, in whole units (ops/sampling.py): every device cuts at the same token. The one that reaches it is kept.
     """
     keep = scaled > -np.inf
     if params.min_p > 0:
@@ -229,8 +230,8 @@ def keep_mask(z: Floats, scaled: Floats, params: SamplingParams) -> NDArray[np.b
         _keep_first(keep, z, params.top_k, np.partition(z[keep], -params.top_k)[-params.top_k])
     if params.top_p < 1:
         ranked = np.sort(z[keep])[::-1]
-        mass = np.exp((ranked - ranked[0]) / _temperature(params)).cumsum(dtype=np.float64)
-        count = int(np.searchsorted(mass, params.top_p * mass[-1])) + 1
+        mass = _mass((ranked - ranked[0]) / _temperature(params)).cumsum()
+        count = int(np.searchsorted(mass, math.ceil(params.top_p * float(mass[-1])))) + 1
         if count < len(ranked):
             _keep_first(keep, z, count, ranked[count - 1])
     return keep
@@ -241,6 +242,21 @@ def _keep_first(keep: NDArray[np.bool_], z: Floats, count: int, last: np.float32
     ties = np.flatnonzero(keep & (z == last))
     keep &= z > last
     keep[ties[: count - np.count_nonzero(keep)]] = True
+
+
+def _mass(scaled: Floats) -> NDArray[np.int64]:
+    """e^scaled of non-positive `scaled` in units of 2^-36, as ops/sampling.mass_of computes it."""
+    f = np.float32
+    x = np.maximum(scaled, REACH)
+    n = np.floor(x * f(LOG2E) + f(0.5))
+    r = (x - n * f(LN2_HIGH)) - n * f(LN2_LOW)
+    y = np.full_like(r, EXP[0])
+    for c in EXP[1:]:
+        y = y * r + f(c)
+    y = (y * (r * r) + r) + f(1)
+    mass: NDArray[np.int64] = (np.ldexp(y, n.astype(np.int32)) * f(MASS)).astype(np.int64)
+    mass[scaled < REACH] = 0
+    return mass
 
 
 def _temperature(params: SamplingParams) -> np.float32:
@@ -315,8 +331,23 @@ def _winner(lot: _Lots, words: Words) -> int:
 
 
 def gumbel(word: int) -> float:
-    """Standard Gumbel noise from 32 random bits; log1p keeps the large values, from u near 0, apart."""
-    return -math.log(-math.log1p(-(word + 0.5) * 2.0**-32))
+    """Standard Gumbel noise from 32 random bits, -log(-log(1 - u)); 1 - u is exact, and so are the large values."""
+    return -_log(-_log(1.0 - (word + 0.5) * 2.0**-32))
+
+
+def _log(x: float) -> float:
+    """ops/sampling.log_fixed: the same bits on every device, which libraries' logarithms do not promise."""
+    m, e = math.frexp(x)  # 0.5 <= m < 1
+    if 2 * m > 1.4142135623730951:
+        e += 1
+    else:
+        m *= 2
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    y = ATANH[0]
+    for c in ATANH[1:]:
+        y = y * z + c
+    return s * y + (e - 1) * LN2
 
 
 def philox4x32(c0: Words, c1: Words, c2: Words, c3: Words, key: tuple[Words, Words]) -> Words:
