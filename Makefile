@@ -5,6 +5,7 @@
 #   TORCH_INDEX=URL          another index for torch, e.g. https://download.pytorch.org/whl/cpu; its +cpu wheels win
 #   TESTS="tests/cli -x"     what pytest runs; JOBS=2 worker processes
 #   KERNEL_TESTS="..."       then, in processes of their own, GPU kernels in Triton's interpreter
+# `make kernels` compiles every GPU kernel without a GPU (part of `make test` unless TESTS picks some tests).
 
 HOST_PYTHON ?= python3
 JOBS ?= 2
@@ -22,7 +23,7 @@ endif
 PIP = $(PY) -m pip install -q
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt
 
-.PHONY: demo test lint native clean FORCE
+.PHONY: demo test lint kernels gpu-test native clean FORCE
 .DELETE_ON_ERROR:
 
 demo: native
@@ -33,15 +34,25 @@ test: $(STATE)/test-installed native lint
 	@if [ -z "$(KERNEL_TESTS)" ]; then :; elif $(PY) -c 'import triton' 2> /dev/null; then \
 	  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) $(KERNEL_TESTS); \
 	else echo "make: no triton for this platform, GPU kernels are not tested"; fi
+	$(if $(filter tests,$(TESTS)),$(PY) -m tools.compile_kernels --jobs $(JOBS))
 
 lint: $(STATE)/test-installed
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -c 'from importlinter.cli import lint_imports_command as run; run()'
 
+# Every GPU kernel compiled for sm_90a and sm_100a, without a GPU: instructions, spills (tools/compile_kernels.py).
+kernels: $(STATE)/test-installed
+	$(PY) -m tools.compile_kernels --jobs $(JOBS)
+
+# On a machine with a GPU: every kernel against its reference, the goldens, the engine. `make gpu-test ARGS=--sanitize`
+gpu-test:
+	$(PY) tests/gpu/run.py $(ARGS)
+
 # Does nothing when the library is current; without a C++ compiler it says so, and the reference ops run.
 native: $(STATE)/installed
 	@-$(PY) deepinfer/ops/native/build.py > /dev/null
+	@-$(PY) deepinfer/ops/native/build_cuda.py --if-useful > /dev/null
 
 clean:
 	rm -rf .venv build dist *.egg-info deepinfer/ops/native/*.so

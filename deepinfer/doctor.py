@@ -31,9 +31,9 @@ CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/ca
 ISA = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 CANN_VERSION = re.compile(r"^\s*\w*version\w*\s*=\s*[\[\w:]*?(\d+\.\d[\w.]*)", re.I | re.M)
 DEVICES: dict[str, str] = {  # what this version does there
-    "cpu": "works",
-    "cuda": "reference ops only, not tested in this version; kernels are planned",
-    "npu": "planned",
+    "cpu": "works; C++ ops, tested",
+    "cuda": "works on SM90 (kernels ran on an H200); SM100: every kernel compiles, none was run",
+    "npu": "reference ops only, not run on hardware",
 }
 
 
@@ -178,7 +178,18 @@ def _cuda() -> list[Check]:
     good = version_of(nvcc) >= CUDA
     remedy = "" if good else "native CUDA code is built with the CUDA 13 toolkit: put its nvcc on PATH"
     checks.append(Check("nvcc", nvcc or "not found", f"{newest}, to build", "ok" if good else "optional", remedy))
+    reason = _or_empty(_cuda_ops, "the ops cannot be loaded")
+    state = "optional" if reason else "ok"
+    checks.append(Check("CUDA C++ ops", "not in use" if reason else "loaded", "optional", state, reason))
     return checks
+
+
+def _cuda_ops() -> str:
+    """Why the CUDA C++ library is not used, "" when it is."""
+    from deepinfer.ops.native import cuda
+
+    library = cuda.library()
+    return library if isinstance(library, str) else ""
 
 
 def _cuda_of_torch() -> str:
@@ -262,8 +273,8 @@ def devices() -> dict[str, list[str]]:
     return found
 
 
-def ops() -> list[dict[str, str]]:
-    """The op table: op, family, device, provider, state. Importing `deepinfer.ops` fixes it."""
+def ops() -> list[dict[str, Any]]:
+    """The op table: op, family, device, provider, chosen, state, why. Importing `deepinfer.ops` fixes it."""
     import deepinfer.ops
 
     return deepinfer.ops.registry.table()

@@ -16,6 +16,7 @@ import pytest
 
 from deepinfer import __version__, doctor
 from deepinfer.cli.main import cli
+from deepinfer.ops import registry
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())
@@ -32,6 +33,23 @@ def test_architecture_lists_every_room_and_module_as_it_is() -> None:
     assert "(no docstring)" not in page
     (planned,) = re.findall(r"Planned rooms: (.*)\.", page)
     assert not [name for name in planned.split(", ") if (ROOT / "deepinfer" / name).exists()]
+
+
+def test_the_ops_page_is_current() -> None:
+    page = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    assert load_tool("ops_table")["page"]() == page, "run `python -m tools.ops_table`"
+    for op in registry.names():
+        assert f"### {op}\n" in page
+
+
+def test_every_target_names_a_case_that_exists_or_says_so() -> None:
+    """A renamed bench case would turn its target into "not measured" unnoticed."""
+    tool = load_tool("ops_table")
+    cases = [row["case"] for row in tool["results"]()[1]]
+    page = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    for target in tool["TARGETS"]:
+        if not any(re.fullmatch(target.case, case) for case in cases):
+            assert f"| {target.text} |" in page and "not measured" in page
 
 
 def test_every_room_has_its_layer() -> None:

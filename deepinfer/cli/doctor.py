@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
 from typing import Any
 
 import click
 
 from deepinfer.cli.options import Command
 
+NO_FORM = "no form for this"  # deepinfer.ops.registry.NO_FORM, without importing torch for --help
 MARKS = {"ok": "ok  ", "missing": "MISS", "optional": "-   "}
 
 
@@ -21,7 +21,7 @@ MARKS = {"ok": "ok  ", "missing": "MISS", "optional": "-   "}
     show_default=True,
     help="check what this device needs",
 )
-@click.option("--ops", is_flag=True, help="list every op with its providers instead of a summary")
+@click.option("--ops", is_flag=True, help="list every op: its provider on each device, and why on this one")
 @click.option("--json", "as_json", is_flag=True, help="print everything as one JSON document")
 def doctor(device: str, ops: bool, as_json: bool) -> int:
     """Check this machine: system, packages, compilers, devices, ops.
@@ -48,19 +48,27 @@ def doctor(device: str, ops: bool, as_json: bool) -> int:
     for kind, names in found["devices"].items():
         click.echo(f"  {kind:5}{'; '.join(names)}")
     click.echo("\nOps")
-    for line in _op_lines(found["ops"], ops):
+    for line in _op_lines(found["ops"], ops, device):
         click.echo(f"  {line}")
     return 0 if found["ok"] else 1
 
 
-def _op_lines(table: list[dict[str, Any]], full: bool) -> list[str]:
+def _op_lines(table: list[dict[str, Any]], full: bool, device: str) -> list[str]:
+    """A line per op with the provider of each device, then the reasons on `device` (`full`); or counts."""
     if not table:
         return ["none: the ops could not be loaded"]
-    if full:
-        return [f"{row['device']:5}{row['op']:32}{row['provider']:12}{row['state']}" for row in table]
-    lines = []
-    for device, rows in groupby(sorted(table, key=lambda row: row["device"]), key=lambda row: row["device"]):
-        chosen = [row["provider"] for row in rows if row["state"] == "chosen"]
-        counts = ", ".join(f"{chosen.count(name)} {name}" for name in dict.fromkeys(chosen))
-        lines.append(f"{device:5}{len(chosen)} ops: {counts}")
+    if not full:
+        lines = []
+        for name in dict.fromkeys(row["device"] for row in table):
+            taken = [row["provider"] for row in table if row["device"] == name and row["chosen"]]
+            counts = ", ".join(f"{taken.count(provider)} {provider}" for provider in dict.fromkeys(taken))
+            lines.append(f"{name:5}{len(taken)} ops: {counts}")
+        return [*lines, "--ops lists them with the reasons"]
+    lines, width = [], max(len(row["op"]) for row in table)
+    for op in dict.fromkeys(row["op"] for row in table):
+        rows = [row for row in table if row["op"] == op]
+        lines.append(f"{op:{width}}  " + ", ".join(f"{r['device']} {r['provider']}" for r in rows if r["chosen"]))
+        for row in (row for row in rows if row["device"] == device):
+            why = row["why"] if row["state"] == NO_FORM else f"{row['why']} ({row['state']})"
+            lines.append(f"    {'' if row['chosen'] else 'not '}{row['provider']}: {why}")
     return lines

@@ -8,22 +8,43 @@ Does not belong here: definitions of ops.
 
 from __future__ import annotations
 
-from deepinfer.ops import attention, cache, engram, hyper, indexer, linear, moe, native, registry, triton
+from deepinfer.ops import (
+    acceptance,
+    attention,
+    cache,
+    engram,
+    fused,
+    hyper,
+    indexer,
+    linear,
+    moe,
+    native,
+    providers,
+    registry,
+    sampling,
+    tilelang,
+    triton,
+)
 
 native.declare()
 triton.declare()
+tilelang.declare()
+providers.declare()
 registry.install()
 QUANTISED, EXACT = registry.namespaces()
 
 __all__ = [
     "EXACT",
     "QUANTISED",
+    "acceptance",
     "attention",
     "cache",
     "engram",
+    "fused",
     "hyper",
     "indexer",
     "linear",
     "moe",
     "registry",
+    "sampling",
 ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops import records
-from deepinfer.ops.common import nbytes, randn, smooth
+from deepinfer.ops.common import MANY_PAGES, high_pages, nbytes, randn, smooth
 from deepinfer.ops.registry import define
 
 QUERY_CHUNK = 64  # rows of gathered keys the reference holds at once
@@ -59,6 +59,30 @@ def _attention_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
         )
         yield (*common, None, None, table, 0.125, window, 0, 16)
         yield (*common, pool, sel, table, 0.125, window, 2, 16)
+    yield _many_rows(g, dim, window, ring_rec, sink)
+
+
+def _many_rows(g: torch.Generator, dim: int, window: int, ring: Tensor, sink: Tensor) -> tuple[Any, ...]:
+    """65 rows of two runs, high page ids; row 3 has no key at all, row 4 one window key, row 5 one selected entry."""
+    m, first, page, ratio = 65, 20, 16, 2
+    rows = torch.arange(m, dtype=torch.int32)
+    pos = torch.where(rows < 40, rows + first, rows - 40).int()
+    slots = torch.where(rows < 40, 1, 2).int()
+    floor = torch.zeros_like(pos)
+    floor[3:6] = pos[3:6] + torch.tensor([1, 0, 1], dtype=torch.int32)
+    visible = (pos + 1) // ratio
+    selected = torch.full((m, 6), -1, dtype=torch.int32)
+    for i, n in enumerate(visible.tolist()):
+        chosen = torch.randperm(n, generator=g)[:6].sort().values
+        selected[i, : chosen.shape[0]] = chosen.int()
+    selected[3:5] = -1
+    selected[5, 1:] = -1
+    table = high_pages(g, 3, 4)  # 64 positions a slot
+    pool = torch.zeros((MANY_PAGES, page // ratio, records.latent_bytes(dim)), dtype=torch.uint8)
+    pool[table.flatten().long()] = records.pack_latent(randn(g, table.numel(), page // ratio, dim))
+    new, firsts = records.pack_window(randn(g, m, dim)), torch.where(rows < 40, first, 0).int()
+    per_row = (slots, pos, rows, firsts, floor)
+    return (randn(g, m, 4, dim), new, ring, *per_row, sink, pool, selected, table, 0.125, window, ratio, page)
 
 
 @define(
@@ -127,11 +151,11 @@ def attention(
 def _block_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     dim, ring = 64, 14
     rec = records.pack_window(randn(g, 4, ring, dim))
-    for b in (0, 1, 3):
-        slots = torch.arange(1, b + 1, dtype=torch.int32)
-        start = torch.tensor([3, 40, 9], dtype=torch.int32)[:b]
+    for b in (0, 1, 2, 3, 13):  # context rows by request: 3, 8 of 10, none, one, none at position 0
+        slots = torch.arange(b, dtype=torch.int32) % 3 + 1
+        start = torch.tensor([3, 40, 9, 8, 0], dtype=torch.int32).repeat(3)[:b]
         block = records.pack_window(randn(g, b * 5, dim))
-        floor = torch.tensor([0, 30, 9], dtype=torch.int32)[:b]
+        floor = torch.tensor([0, 30, 9, 7, 0], dtype=torch.int32).repeat(3)[:b]
         yield (
             randn(g, b * 5, 4, dim),
             block,
@@ -188,7 +212,7 @@ def block_attention(
 
 
 def _vision_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for n in (0, 1, 12):
+    for n in (0, 1, 2, 7, 64):
         angle = torch.rand((n, 8), generator=g) * 6
         yield (randn(g, n, 3 * 2 * 16), angle.cos(), angle.sin(), 2)
 

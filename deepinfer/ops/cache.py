@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops import records
-from deepinfer.ops.common import ROWS, nbytes, randn, smooth
+from deepinfer.ops.common import MANY_PAGES, ROWS, high_pages, nbytes, randn, smooth
+from deepinfer.ops.hyper import rms_norm, rope
 from deepinfer.ops.registry import define
 
 
@@ -112,6 +113,10 @@ def _page_inputs(width: int, ratio: int, flat: bool) -> Any:
             rec = torch.randint(0, 255, (t, width), generator=g, dtype=torch.uint8)
             pos = torch.arange(3, 3 + t, dtype=torch.int32)
             yield (torch.zeros(shape, dtype=torch.uint8), rec, table, torch.full_like(pos, 1), pos, ratio, 16)
+        pos = torch.cat((torch.arange(9, 41), torch.arange(32))).int()  # 64 rows of two runs
+        rec = torch.randint(0, 255, (64, width), generator=g, dtype=torch.uint8)
+        slots, pool = torch.arange(64).int() // 32 + 1, torch.zeros((MANY_PAGES, *shape[1:]), dtype=torch.uint8)
+        yield (pool, rec, high_pages(g, 3, 3), slots, pos, ratio, 16)
 
     return inputs
 
@@ -164,6 +169,75 @@ def index_page_write(
     codes[page, entry] = rec[rows, : dim // 2]
     scales[page, entry] = rec[rows, dim // 2 :]
     return None
+
+
+def _entry_inputs(dim: int, size: Any, flat: bool) -> Any:
+    """Rows of width `dim` before their norm, and where they go."""
+
+    def inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+        for where in _page_inputs(size(dim), 2, flat)(g):
+            t = where[1].shape[0]
+            angle = torch.rand((t, 16), generator=g) * 6.0
+            yield (where[0], randn(g, t, dim), randn(g, dim), angle.cos(), angle.sin(), 1e-20, *where[2:])
+
+    return inputs
+
+
+def _entry_cost(pool: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[float, float]:
+    return 13.0 * x.numel(), nbytes(x) * 1.3 + nbytes(weight, cos, sin)
+
+
+@define(
+    "kv_global_write(Tensor(a!) pool, Tensor kv, Tensor weight, Tensor cos, Tensor sin, float eps, Tensor page_table,"
+    " Tensor slots, Tensor positions, int ratio, int page_size) -> Tensor",
+    fake=lambda pool, kv, *rest: torch.empty_like(kv, memory_format=torch.contiguous_format),
+    inputs=_entry_inputs(64, records.latent_bytes, flat=False),
+    cost=_entry_cost,
+    tolerance=5e-3,
+)
+def kv_global_write(
+    pool: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    ratio: int,
+    page_size: int,
+) -> Tensor:
+    """rms_norm, rope, pack_latent, page_write of compressed KV [T, D]; returns the normed rows, before rotation."""
+    latent = rms_norm(kv, weight, eps)
+    rec = records.pack_latent(rope(latent, cos, sin, False))
+    page_write(pool, rec, page_table, slots, positions, ratio, page_size)
+    return latent
+
+
+@define(
+    "index_key_write(Tensor(a!) pool, Tensor key, Tensor weight, Tensor cos, Tensor sin, float eps, Tensor page_table,"
+    " Tensor slots, Tensor positions, int ratio, int page_size) -> ()",
+    fake=lambda pool, key, *rest: None,
+    inputs=_entry_inputs(64, records.index_bytes, flat=True),
+    cost=_entry_cost,
+)
+def index_key_write(
+    pool: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    ratio: int,
+    page_size: int,
+) -> None:
+    """rms_norm, rope, pack_index, index_page_write of index keys [T, D]."""
+    rec = records.pack_index(rope(rms_norm(key, weight, eps), cos, sin, False))
+    index_page_write(pool, rec, page_table, slots, positions, ratio, page_size)
 
 
 def _pair_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:

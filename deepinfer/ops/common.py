@@ -5,6 +5,7 @@ Belongs here: what at least two families need. Does not belong here: ops.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from deepinfer.ops import formats
 
 ROWS = (0, 1, 2, 7, 33)  # row counts every op is tried with: empty, single, pair, odd, over one block
+MORE_ROWS = (*ROWS, 64)
+MANY_PAGES = 33_000  # pages of an example pool whose used pages have ids beyond 2^15
 ROW_BLOCK = 32
 
 
@@ -47,6 +50,12 @@ def nbytes(*tensors: Tensor | None) -> float:
 
 def randn(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, generator=g).to(dtype)
+
+
+def high_pages(g: torch.Generator, *shape: int) -> Tensor:
+    """Page table int32 of `shape`, no page twice, all ids just below MANY_PAGES and none zero."""
+    count = math.prod(shape)
+    return (MANY_PAGES - 1 - torch.randperm(count, generator=g)).view(shape).int()
 
 
 def fp8_weight(g: torch.Generator, n: int, k: int) -> tuple[Tensor, Tensor]:

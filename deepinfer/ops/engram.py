@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops import formats
-from deepinfer.ops.common import ROWS, nbytes, randn, smooth
+from deepinfer.ops.common import MORE_ROWS, nbytes, randn, smooth
 from deepinfer.ops.registry import define
 
 
 def _lookback_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     token_map = torch.randperm(50, generator=g).int()
     history = torch.randint(-1, 50, (3, 8), generator=g, dtype=torch.int32)
-    for t in ROWS:
+    for t in MORE_ROWS:
         rows = torch.arange(t, dtype=torch.int32)
         start = torch.where(rows < 5, 0, 5).int()
         pos = torch.where(rows < 5, rows + 9, rows - 5).int()
@@ -73,7 +73,8 @@ def _rows_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     mult = torch.randint(1, 1 << 40, (4,), generator=g) * 2 + 1
     primes = torch.tensor([1009, 1013, 1019, 1021, 1031, 1033])
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), primes.cumsum(0)[:-1]))
-    yield from ((torch.randint(0, 400, (t, 4), generator=g, dtype=torch.int32), mult, primes, offsets) for t in ROWS)
+    for t in MORE_ROWS:
+        yield (torch.randint(0, 400, (t, 4), generator=g, dtype=torch.int32), mult, primes, offsets)
 
 
 @define(
@@ -104,7 +105,7 @@ def engram_rows(tokens: Tensor, multipliers: Tensor, primes: Tensor, offsets: Te
 
 def _gather_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     table, scale = formats.quant_fp8(randn(g, 40, 64))
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (torch.randint(0, 40, (t, 6), generator=g), table, scale, t % 2 == 1)
 
 
@@ -125,7 +126,7 @@ def engram_gather(rows: Tensor, table: Tensor, scale: Tensor, out_f32: bool) -> 
 
 
 def _gate_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (
             randn(g, t, 4, 64),
             randn(g, t, 5 * 64),

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops import formats
-from deepinfer.ops.common import ROWS, mm_rows, nbytes, randn, smooth
+from deepinfer.ops.common import MORE_ROWS, mm_rows, nbytes, randn, smooth
 from deepinfer.ops.registry import define
 
 
 def _norm_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (randn(g, t, 96), randn(g, 96), 1e-20)
     yield (torch.zeros(2, 96, dtype=torch.bfloat16), randn(g, 96), 1e-20)
 
@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rope_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         angle = torch.rand((t, 8), generator=g) * 6.0
         yield (randn(g, t, 3, 32), angle.cos(), angle.sin(), False)
         yield (randn(g, t, 32), angle.cos(), angle.sin(), True)
@@ -68,7 +68,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 
 def _mix_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         fn = torch.randn((24, 4 * 64), generator=g) * 0.05
         yield (
             randn(g, t, 4, 64),
@@ -119,7 +119,7 @@ def hc_mix(
 
 
 def _collapse_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    yield from ((randn(g, t, 4, 64), torch.rand((t, 4), generator=g)) for t in ROWS)
+    yield from ((randn(g, t, 4, 64), torch.rand((t, 4), generator=g)) for t in MORE_ROWS)
 
 
 @define(
@@ -139,7 +139,7 @@ def hc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 def _write_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (
             randn(g, t, 64),
             randn(g, t, 4, 64),
@@ -165,7 +165,7 @@ def hc_write(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 def _boundary_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (
             randn(g, t, 64),
             randn(g, t, 4, 64),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops import records
-from deepinfer.ops.common import nbytes, randn
+from deepinfer.ops.common import MANY_PAGES, high_pages, nbytes, randn
 from deepinfer.ops.registry import define
 
 
@@ -94,8 +94,28 @@ def _inputs(with_blocks: int) -> Any:
             else:
                 blocks = torch.tensor([0, 2, -1], dtype=torch.int32).repeat(m, 1)
                 yield (*common, blocks, 4)
+        yield _many_rows(g, dim, page, ratio, with_blocks)
 
     return inputs
+
+
+def _many_rows(g: torch.Generator, dim: int, page: int, ratio: int, with_blocks: int) -> tuple[Any, ...]:
+    """64 rows of three slots, high page ids, 0, 1, 2, k - 1, k, k + 1 and all visible entries; tied keys."""
+    m, k, entries, block = 64, 6, page // ratio, 4
+    table = high_pages(g, 4, 5)
+    rec = records.pack_index(randn(g, table.numel(), entries, dim))
+    rec[1] = rec[0]
+    pool = torch.zeros((MANY_PAGES, entries * records.index_bytes(dim)), dtype=torch.uint8)
+    pool[table.flatten().long()] = torch.cat((rec[..., : dim // 2].flatten(1), rec[..., dim // 2 :].flatten(1)), dim=1)
+    visible = torch.tensor([0, 1, 2, k - 1, k, k + 1, entries, 5 * entries], dtype=torch.int32).repeat(m // 8)
+    slots = (torch.arange(m, dtype=torch.int32) // 22) + 1
+    q = records.pack_index(randn(g, m, 4, dim))
+    common = (q, torch.randn((m, 4), generator=g), pool, table, slots, visible, ratio, page, k)
+    if with_blocks == 0:
+        return common
+    if with_blocks == 1:
+        return (*common, 3, block)
+    return (*common, torch.tensor([1, 4, 9], dtype=torch.int32).repeat(m, 1), block)
 
 
 def _cost(

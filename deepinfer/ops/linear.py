@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops import formats
-from deepinfer.ops.common import ROWS, fp8_weight, mm_rows, nbytes, randn
+from deepinfer.ops.common import MORE_ROWS, fp8_weight, mm_rows, nbytes, randn
 from deepinfer.ops.registry import define
 
 
 def _quant_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    yield from ((randn(g, t, 96),) for t in ROWS)
+    yield from ((randn(g, t, 96),) for t in MORE_ROWS)
 
 
 @define(
@@ -36,7 +36,7 @@ def quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp8_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (*formats.quant_fp8(randn(g, t, 96)), *fp8_weight(g, 64, 96))
 
 
@@ -57,7 +57,7 @@ def linear_fp8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor)
 
 
 def _dequant_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (randn(g, t, 2 * 96), *fp8_weight(g, 2 * 64, 96), 2)
     yield (randn(g, 3, 96, dtype=torch.float32), *fp8_weight(g, 64, 96), 1)
 
@@ -84,7 +84,7 @@ def linear_dequant(x: Tensor, weight: Tensor, weight_scale: Tensor, groups: int)
 
 
 def _linear_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (randn(g, t, 96), randn(g, 40, 96), None, True)
     yield (randn(g, 5, 96), randn(g, 40, 96), randn(g, 40), False)
     yield (randn(g, 5, 96, dtype=torch.float32), randn(g, 40, 96), None, False)

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops import formats
-from deepinfer.ops.common import ROWS, fp4_weight, mm_rows, nbytes, randn, smooth
+from deepinfer.ops.common import MORE_ROWS, fp4_weight, mm_rows, nbytes, randn, smooth
 from deepinfer.ops.registry import define
 
 
 def _router_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     bias, bias_vl = torch.randn((2, 12), generator=g) * 0.1
-    for t in ROWS:
+    for t in MORE_ROWS:
         yield (randn(g, t, 96), randn(g, 12, 96), bias, bias_vl, torch.arange(t) % 3 == 0, 3, 1.5)
+    some = torch.randn((2, 384), generator=g) * 0.1
+    yield (randn(g, 7, 96), randn(g, 384, 96), *some, torch.arange(7) % 2 == 0, 6, 1.5)
     yield (
         randn(g, 4, 96),
         torch.zeros(300, 96).bfloat16(),
@@ -62,7 +64,7 @@ def router(
 
 
 def _swiglu_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    yield from ((randn(g, t, 64) * 8, 10.0) for t in ROWS)
+    yield from ((randn(g, t, 64) * 8, 10.0) for t in MORE_ROWS)
 
 
 @define(
@@ -85,12 +87,16 @@ def _swiglu(gate_up: Tensor, limit: float) -> Tensor:
 def _expert_inputs(g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     e, h, i = 6, 96, 32
     weights = (*fp4_weight(g, e, 2 * i, h), *fp4_weight(g, e, h, i))
-    for t in ROWS:
+    for t in MORE_ROWS:
         ids = torch.stack([torch.randperm(e, generator=g)[:2] for _ in range(t)] or [torch.zeros(2)])[:t].int()
         w = torch.rand((t, 2), generator=g)
         yield (*formats.quant_fp8(randn(g, t, h)), ids, w, *weights, 10.0)
         same = torch.tensor([0, 3], dtype=torch.int32).repeat(t, 1)
         yield (*formats.quant_fp8(randn(g, t, h)), same, w, *weights, 10.0)  # all rows on two experts
+    many = 300  # expert ids beyond a byte
+    wide = (*fp4_weight(g, many, 2 * i, h), *fp4_weight(g, many, h, i))
+    high = torch.stack([many - 1 - torch.randperm(60, generator=g)[:2].sort(descending=True).values for _ in range(7)])
+    yield (*formats.quant_fp8(randn(g, 7, h)), high.int(), torch.rand((7, 2), generator=g), *wide, 10.0)
     yield (randn(g, 3, h, dtype=torch.float32), None, ids[:3], w[:3], *weights, 10.0)
 
 

@@ -7,11 +7,14 @@ torch.library holds one implementation per (op, dispatch key) and process, so th
 first imported. `DEEPINFER_OPS=op=provider,...` overrides the choice (`*=reference` for all). The reference of an op is
 an ordinary function that runs on every device: it is the definition, the fallback, and the whole backend of a new
 device.
+
+A provider says how far it was seen on each architecture: "measured" (it ran there and equalled the reference),
+"compiled, not run", "not run on hardware".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +26,13 @@ from deepinfer.errors import ConfigError
 
 NAMESPACE = "di"
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1"}
+MEASURED, COMPILED, NOT_RUN = "measured", "compiled, not run", "not run on hardware"
+NO_FORM = "no form for this"  # what a provider that cannot serve the op says
+REFERENCE_STATES = {
+    "cpu": {"cpu": MEASURED},
+    "cuda": {"sm_90": MEASURED, "sm_100": NOT_RUN},
+    "npu": {"npu": NOT_RUN},
+}
 
 _LIB = torch.library.Library(NAMESPACE, "DEF")
 
@@ -32,7 +42,9 @@ class Provider:
     """An implementation of one op on one device type.
 
     `install` registers it at the dispatcher (called at most once); `why_not` returns None when usable here, else the
-    reason; `prepare` turns weights as stored into the layout that it reads (same bytes, same shapes).
+    reason; `prepare` turns weights as stored into the layout that it reads (same bytes, same shapes). `states`:
+    architecture ("cpu", "sm_90", "sm_100", "npu") -> how far it was seen there. `only_if_asked`: empty when it may be
+    the default; else why only DEEPINFER_OPS chooses it.
     """
 
     name: str
@@ -40,6 +52,8 @@ class Provider:
     install: Callable[[], None]
     why_not: Callable[[], str | None] = lambda: None
     prepare: Callable[..., tuple[Any, ...]] = lambda *weights: weights
+    states: Mapping[str, str] = field(default_factory=dict)
+    only_if_asked: str = ""
 
 
 @dataclass
@@ -55,6 +69,7 @@ class Op:
     cost: Callable[..., tuple[float, float]]
     providers: list[Provider] = field(default_factory=list)  # first usable one wins, per device
     chosen: dict[str, str] = field(default_factory=dict)  # device -> provider name
+    asked: frozenset[str] = frozenset()  # devices where DEEPINFER_OPS made the choice
 
     @property
     def overload(self) -> Any:
@@ -83,7 +98,8 @@ def define(
         family = reference.__module__.rsplit(".", 1)[-1]
         op = Op(name, schema, family, reference, inputs, tolerance, cost)
         for device, key in DISPATCH_KEYS.items():
-            op.providers.append(Provider("reference", device, _installer(name, reference, key)))
+            step = _installer(name, reference, key)
+            op.providers.append(Provider("reference", device, step, states=REFERENCE_STATES[device]))
         OPS[name] = op
         return reference
 
@@ -102,6 +118,8 @@ def implement(
     *,
     why_not: Callable[[], str | None] = lambda: None,
     prepare: Callable[..., tuple[Any, ...]] = lambda *weights: weights,
+    states: Mapping[str, str] | None = None,
+    only_if_asked: str = "",
     python: bool = False,
 ) -> None:
     """Declare `provider` for op `name` on `device`, preferred over everything declared before.
@@ -111,7 +129,7 @@ def implement(
     if name not in OPS:
         raise ConfigError(f"provider {provider!r} implements unknown op {name!r}; known: {', '.join(sorted(OPS))}")
     step = _installer(name, install, DISPATCH_KEYS[device]) if python else install
-    OPS[name].providers.insert(0, Provider(provider, device, step, why_not, prepare))
+    OPS[name].providers.insert(0, Provider(provider, device, step, why_not, prepare, states or {}, only_if_asked))
 
 
 def register(name: str, fn: Callable[..., Any], device: str) -> None:
@@ -157,6 +175,8 @@ def install() -> None:
             provider = _select(op, device, choice)
             provider.install()
             op.chosen[device] = provider.name
+            if choice == provider.name:
+                op.asked |= {device}
 
 
 def _select(op: Op, device: str, choice: str | None) -> Provider:
@@ -168,18 +188,72 @@ def _select(op: Op, device: str, choice: str | None) -> Provider:
                 f"DEEPINFER_OPS asks for {op.name}={choice} on {device}, which is not usable here: {reason}"
             )
         return provider
-    return next(p for p in candidates if p.why_not() is None)
+    # libraries that only DEEPINFER_OPS may choose are not even looked for: importing one takes up to seconds
+    return next(p for p in candidates if not p.only_if_asked and p.why_not() is None)
 
 
-def table() -> list[dict[str, str]]:
-    """One row per op x device x provider, for `deepinfer doctor`: keys op, family, device, provider, state."""
+def architecture(device: str) -> str | None:
+    """ "cpu", "sm_90", "npu", ...: the key of Provider.states for this machine's device, None without one."""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        major, minor = torch.cuda.get_device_capability()
+        return f"sm_{major}{minor}"
+    if device == "npu":
+        module = getattr(torch, "npu", None)
+        return "npu" if module is not None and module.is_available() else None
+    return device
+
+
+def table() -> list[dict[str, Any]]:
+    """One row per op x device x provider, for `deepinfer doctor`.
+
+    Keys: op, family, device, provider, chosen (bool), state (how far it was seen on this machine's architecture, or on
+    each one where the device is absent), why (it was chosen or not).
+    """
     rows = []
     for op in OPS.values():
-        for p in op.providers:
-            chosen = op.chosen.get(p.device) == p.name
-            state = "chosen" if chosen else (p.why_not() or "usable, not preferred")
-            rows.append({"op": op.name, "family": op.family, "device": p.device, "provider": p.name, "state": state})
+        for device in DISPATCH_KEYS:
+            arch = architecture(device)
+            for p in (p for p in op.providers if p.device == device):
+                taken = op.chosen.get(device) == p.name
+                rows.append(
+                    {
+                        "op": op.name,
+                        "family": op.family,
+                        "device": device,
+                        "provider": p.name,
+                        "chosen": taken,
+                        "state": state_text(p, arch),
+                        "why": _why(op, p, taken),
+                    }
+                )
     return rows
+
+
+def state_text(provider: Provider, arch: str | None = None) -> str:
+    """The provider's state on an architecture; without one all: "sm_90 measured; sm_100 compiled, not run"."""
+    if not provider.states:
+        return NO_FORM
+    if arch is not None:
+        return provider.states.get(arch, NO_FORM)
+    by_state: dict[str, list[str]] = {}
+    for name, state in provider.states.items():
+        by_state.setdefault(state, []).append(name)
+    return "; ".join(f"{', '.join(names)} {state}" for state, names in by_state.items())
+
+
+def _why(op: Op, provider: Provider, taken: bool) -> str:
+    reason = provider.why_not()
+    if taken:
+        if provider.device in op.asked:
+            return "DEEPINFER_OPS asks for it"
+        return "the definition; nothing better is usable here" if provider.name == "reference" else "preferred"
+    if reason:
+        return reason
+    if provider.only_if_asked:
+        return f"only if DEEPINFER_OPS asks: {provider.only_if_asked}"
+    return f"usable, {op.chosen[provider.device]} is preferred"
 
 
 def chosen(device: str) -> dict[str, str]:

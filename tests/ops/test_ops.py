@@ -29,7 +29,7 @@ def tensors(x: Any) -> list[Tensor]:
 
 
 def test_the_library_is_complete() -> None:
-    assert len(registry.OPS) == 30
+    assert len(registry.OPS) >= 30
     for op in registry.OPS.values():
         assert op.reference.__doc__, op.name
         assert set(op.chosen) == {"cpu", "cuda", "npu"}

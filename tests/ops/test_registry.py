@@ -1,6 +1,4 @@
-"""The op table: overrides, refusals, what doctor shows, and the PrivateUse1 contract. Each override runs in its own
-process.
-"""
+"""The op table: overrides, refusals, what doctor shows. Each override runs in its own process."""
 
 from __future__ import annotations
 
@@ -47,8 +45,8 @@ def test_native_can_be_switched_off() -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     native = [r for r in rows if r["provider"] == "native"]
-    assert native and all("DEEPINFER_NATIVE" in r["state"] for r in native)
-    assert all(r["state"] == "chosen" for r in rows if r["provider"] == "reference" and r["device"] == "cpu")
+    assert native and all("DEEPINFER_NATIVE" in r["why"] for r in native)
+    assert all(r["chosen"] for r in rows if r["provider"] == "reference" and r["device"] == "cpu")
 
 
 def test_double_definition_and_unknown_op_are_refused() -> None:
@@ -62,34 +60,32 @@ def test_table_names_one_choice_per_op_and_device() -> None:
     rows = registry.table()
     for op in registry.OPS:
         for device in registry.DISPATCH_KEYS:
-            assert [r["state"] for r in rows if (r["op"], r["device"]) == (op, device)].count("chosen") == 1
+            assert sum(r["chosen"] for r in rows if (r["op"], r["device"]) == (op, device)) == 1
+    assert all(r["why"] and r["state"] for r in rows)
 
 
-PRIVATEUSE1 = """
-import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-_setup_privateuseone_for_python_backend("npu")
-from torch._subclasses.fake_tensor import FakeTensorMode
+def test_what_was_not_run_is_chosen_only_when_asked() -> None:
+    code = """
+import json
 from deepinfer.ops import registry
-
-examples = {n: max(op.inputs(torch.Generator()), key=lambda a: a[0].shape[0]) for n, op in registry.OPS.items()}
-with FakeTensorMode():
-    for name, op in registry.OPS.items():
-        args = examples[name]
-        on_npu = [torch.empty(a.shape, dtype=a.dtype, device="npu") if isinstance(a, torch.Tensor) else a for a in args]
-        out = op.overload(*on_npu)
-        for t in (out if isinstance(out, (tuple, list)) else (out,)):
-            assert t is None or t.device.type == "npu", (op.name, t.device)
-        has = torch._C._dispatch_has_kernel_for_dispatch_key(f"di::{op.name}", "PrivateUse1")
-        assert has, op.name
-print("ok", len(registry.OPS))
+for op in registry.OPS.values():
+    op.providers.insert(0, registry.Provider("mine", "cpu", lambda: None, only_if_asked=registry.NOT_RUN))
+picked = [registry._select(registry.OPS["rope"], "cpu", choice).name for choice in (None, "mine")]
+row = next(r for r in registry.table() if r["op"] == "rope" and r["provider"] == "mine")
+print(json.dumps([picked, row["why"]]))
 """
+    done = run(code, DEEPINFER_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        ["reference", "mine"],
+        "only if DEEPINFER_OPS asks: not run on hardware",
+    ]
 
 
-def test_private_use_one_has_every_op() -> None:
-    """The references are registered for Ascend's key, and fakes keep the device: a graph on npu can be captured
-    without one.
-    """
-    done = run(PRIVATEUSE1, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("ok 30")
+def test_a_choice_that_was_asked_for_says_so() -> None:
+    done = run(
+        "import json; from deepinfer.ops import registry; print(json.dumps(registry.table()))",
+        DEEPINFER_OPS="rope=reference",
+    )
+    rows = {(r["op"], r["device"], r["provider"]): r for r in json.loads(done.stdout)}
+    assert rows["rope", "cpu", "reference"]["why"] == "DEEPINFER_OPS asks for it"

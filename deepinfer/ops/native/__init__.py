@@ -19,7 +19,8 @@ OPS = (
     *("router", "swiglu", "experts"),
     *("attention", "block_attention", "vision_attention"),
     *("index_topk", "index_topk_publish", "index_topk_blocks"),
-    *("rms_norm", "rope", "hc_mix", "hc_collapse", "hc_write"),
+    *("rms_norm", "rope", "hc_mix", "hc_collapse", "hc_write", "hc_boundary"),
+    *("rms_norm_quant", "swiglu_quant", "norm_rope_pack_window"),
     *("pack_window", "pack_latent", "pack_index", "ring_write", "page_write", "index_page_write", "pair_pool"),
     *("engram_lookback", "engram_rows", "engram_gather", "engram_gate"),
 )
@@ -74,5 +75,10 @@ def declare() -> None:
     """Declare every op of the library as provider `native` on the CPU."""
     for op in OPS:
         registry.implement(
-            op, "native", "cpu", functools.partial(_register, op), why_not=functools.partial(_why_not, op)
+            op,
+            "native",
+            "cpu",
+            functools.partial(_register, op),
+            why_not=functools.partial(_why_not, op),
+            states={"cpu": registry.MEASURED},
         )

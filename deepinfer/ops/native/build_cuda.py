@@ -1,5 +1,7 @@
 """Compile csrc/cuda for `deepinfer.ops.native.cuda` to load: `python -m deepinfer.ops.native.build_cuda`.
 
+The build of the package does it too where nvcc and a CUDA torch are; without the library Triton kernels take its place.
+
 Belongs here: finding nvcc, flags, the decision whether a build is current. Does not belong here: loading (cuda.py).
 The library needs neither torch nor a GPU to build, and no CUDA runtime beside it to run: it holds machine code of both
 architectures and libcudart.
@@ -8,7 +10,9 @@ architectures and libcudart.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +34,20 @@ def find_nvcc() -> str | None:
     """$NVCC, else nvcc of the path, else the one of the usual folder."""
     wanted = os.environ.get("NVCC")
     return shutil.which(wanted) if wanted else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def torch_has_cuda() -> bool:
+    """Whether the torch of this environment is a CUDA build; not imported, which would take longer than compiling."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    text = Path(torch.origin).with_name("version.py").read_text()
+    return re.search(r"^cuda\b.*= *['\"]\d", text, re.M) is not None
+
+
+def build_with_package() -> Path | None:
+    """`build` where nvcc and a CUDA torch are; silent elsewhere, where nobody can use the library."""
+    return build() if torch_has_cuda() and find_nvcc() is not None else None
 
 
 def stamp(nvcc: str) -> str:
@@ -81,4 +99,7 @@ def _build(verbose: bool) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if build(verbose=True) else 1)
+    if sys.argv[1:] == ["--if-useful"]:
+        build_with_package()
+    else:
+        sys.exit(0 if build(verbose=True) else 1)
