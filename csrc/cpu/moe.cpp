@@ -81,6 +81,28 @@ Tensor swiglu(Tensor& gate_up, double limit) {
   return y;
 }
 
+// swiglu, then quant_fp8 of the row while it is in the first cache (deepinfer/ops/fused.py).
+std::tuple<Tensor, Tensor> swiglu_quant(Tensor& gate_up, double limit) {
+  i64 m = gate_up.size(0), n = gate_up.size(1) / 2, stride = gate_up.row_stride();
+  check(gate_up.is(Type::bf16) && gate_up.dim() == 2 && n % kBlock == 0 && gate_up.size(1) == 2 * n && n <= (1 << 14),
+        "swiglu_quant: gate_up must be bf16 [T, 2I] with I % 32 == 0, I <= 16384");
+  Tensor q = Tensor::empty({m, n}, Type::e4m3), s = Tensor::empty({m, n / kBlock}, Type::u8);
+  parallel(m, 0.9 * double(n), [&](i64 begin, i64 end) {
+    alignas(64) bf16 row[1 << 14];
+    for (i64 i = begin; i < end; i++) {
+      swiglu_row(gate_up.data<bf16>() + i * stride, n, float(limit), row);
+      for (i64 b = 0; b < n / kBlock; b++) {
+        vi lo, hi;
+        u8* out = q.data<u8>() + i * n + b * kBlock;
+        s.data<u8>()[i * (n / kBlock) + b] = quant_block_fp8(load(row + b * kBlock), load(row + b * kBlock + 16), lo, hi);
+        store_u8(out, lo);
+        store_u8(out + 16, hi);
+      }
+    }
+  });
+  return {std::move(q), std::move(s)};
+}
+
 // The (row, slot) pairs of a call, grouped by expert.
 struct Pairs {
   i64 count;
@@ -269,6 +291,6 @@ Tensor experts(Tensor& x, Maybe& x_scale, Tensor& ids, Tensor& weights, Tensor& 
 
 }  // namespace
 
-const Entry moe_ops[] = {DI_OP(router), DI_OP(swiglu), DI_OP(experts), DI_OPS_END};
+const Entry moe_ops[] = {DI_OP(router), DI_OP(swiglu), DI_OP(swiglu_quant), DI_OP(experts), DI_OPS_END};
 
 }  // namespace DI_ISA

@@ -82,6 +82,67 @@ Tensor rope(Tensor& x, Tensor& cos, Tensor& sin, bool inverse) {
   return y;
 }
 
+// ---- chains (deepinfer/ops/fused.py): each stage is the op above, a row at a time, so the bits are the chain's ----
+
+void norm_row(const bf16* in, const bf16* w, i64 h, float eps, bf16* out) {
+  vf r = splat(inverse_rms(sum_squares(in, h), h, eps));
+  columns(h, [&](i64 j, auto n) { store_n(out + j, load_n(in + j, n) * r * load_n(w + j, n), n); });
+}
+
+void quant_row(const bf16* in, i64 k, u8* codes, u8* scales) {
+  for (i64 b = 0; b < k / kBlock; b++) {
+    vi lo, hi;
+    scales[b] = quant_block_fp8(load(in + b * kBlock), load(in + b * kBlock + 16), lo, hi);
+    store_u8(codes + b * kBlock, lo);
+    store_u8(codes + b * kBlock + 16, hi);
+  }
+}
+
+constexpr i64 kRow = 1 << 14;  // widest row of a chain
+
+std::tuple<Tensor, Tensor> rms_norm_quant(Tensor& x, Tensor& weight, double eps) {
+  i64 h = x.size(-1), m = x.rows(), stride = x.row_stride();
+  check(x.is(Type::bf16) && x.dim() == 2 && weight.is(Type::bf16) && weight.numel() == h && h % kBlock == 0 && h <= kRow,
+        "rms_norm_quant: x [T, H] and weight [H] must be bf16, H % 32 == 0, H <= 16384");
+  const bf16* w = weight.contiguous().data<bf16>();
+  Tensor q = Tensor::empty({m, h}, Type::e4m3), s = Tensor::empty({m, h / kBlock}, Type::u8);
+  parallel(m, 0.6 * double(h), [&](i64 begin, i64 end) {
+    alignas(64) bf16 row[kRow];
+    for (i64 i = begin; i < end; i++) {
+      norm_row(x.data<bf16>() + i * stride, w, h, float(eps), row);
+      quant_row(row, h, q.data<u8>() + i * h, s.data<u8>() + i * (h / kBlock));
+    }
+  });
+  return {std::move(q), std::move(s)};
+}
+
+Tensor norm_rope_pack_window(Tensor& kv, Tensor& weight, Tensor& cos, Tensor& sin, double eps) {
+  i64 d = kv.size(-1), m = kv.rows(), stride = kv.row_stride();
+  check(kv.is(Type::bf16) && kv.dim() == 2 && weight.is(Type::bf16) && weight.numel() == d && d % kBlock == 0 &&
+            d <= kRow && cos.is(Type::f32) && sin.is(Type::f32) && cos.dim() == 2 && cos.size(0) == m &&
+            sin.size(0) == m && cos.size(1) == sin.size(1) && 2 * cos.size(1) <= d,
+        "norm_rope_pack_window: kv [T, D] and weight [D] must be bf16, cos and sin float32 [T, R], 2R <= D <= 16384");
+  const bf16* w = weight.contiguous().data<bf16>();
+  const float *c = cos.contiguous().data<float>(), *s = sin.contiguous().data<float>();
+  i64 r = cos.size(1), keep = d - 2 * r, used = d + d / kBlock, bytes = round_up(used, 16);
+  Tensor rec = Tensor::empty({m, bytes}, Type::u8);
+  parallel(m, 0.8 * double(d), [&](i64 begin, i64 end) {
+    alignas(64) bf16 row[kRow];
+    for (i64 i = begin; i < end; i++) {
+      norm_row(kv.data<bf16>() + i * stride, w, d, float(eps), row);
+      for (i64 j = 0; j < r; j++) {
+        float u = as_float(row[keep + 2 * j]), v = as_float(row[keep + 2 * j + 1]), cj = c[i * r + j], sj = s[i * r + j];
+        put(row + keep + 2 * j, u * cj - v * sj);
+        put(row + keep + 2 * j + 1, u * sj + v * cj);
+      }
+      u8* out = rec.data<u8>() + i * bytes;
+      quant_row(row, d, out, out + d);
+      std::memset(out + used, 0, size_t(bytes - used));
+    }
+  });
+  return rec;
+}
+
 // Streams: 4 in every released model, so loops over them are compiled for 4 and, once more, for any number up to 8.
 constexpr int kMaxStreams = 8;
 
@@ -233,6 +294,40 @@ Tensor hc_write(Tensor& y, Tensor& streams, Tensor& post, Tensor& comb) {
   return z;
 }
 
+// hc_write, hc_mix, then collapse, norm and quantise of a row while it is in the first cache.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> hc_boundary(
+    Tensor& y, Tensor& streams, Tensor& post, Tensor& comb, Tensor& pre, Tensor& fn, Tensor& base, Tensor& scale,
+    Tensor& norm, i64 iters, double hc_eps, double eps) {
+  check(streams.is(Type::bf16) && streams.dim() == 3 && norm.is(Type::bf16) && norm.numel() == streams.size(2) &&
+            streams.size(2) % kBlock == 0 && streams.size(2) <= kRow && pre.is(Type::f32) && pre.dim() == 2 &&
+            pre.size(0) == streams.size(0) && pre.size(1) == streams.size(1),
+        "hc_boundary: streams must be bf16 [T, C, H] with H % 32 == 0 and H <= 16384, norm bf16 [H], pre float32 [T, C]");
+  Tensor z = hc_write(y, streams, post, comb);
+  auto [next_pre, next_post, next_comb] = hc_mix(z, fn, base, scale, iters, hc_eps, eps);
+  i64 m = z.size(0), h = z.size(2);
+  const float* p = pre.contiguous().data<float>();
+  const bf16* w = norm.contiguous().data<bf16>();
+  Tensor x = Tensor::empty({m, h}, Type::bf16), q = Tensor::empty({m, h}, Type::e4m3),
+         s = Tensor::empty({m, h / kBlock}, Type::u8);
+  with_streams(z.size(1), "hc_boundary: more than 8 streams", [&](auto c) {
+    parallel(m, 0.06 * double(c * h) + 0.6 * double(h), [&](i64 begin, i64 end) {
+      alignas(64) bf16 row[kRow];
+      for (i64 i = begin; i < end; i++) {
+        const bf16* in = z.data<bf16>() + i * c * h;
+        columns(h, [&](i64 j, auto n) {
+          vf t = splat(p[i * c]) * load_n(in + j, n);
+          for (int k = 1; k < c; k++) t = t + splat(p[i * c + k]) * load_n(in + k * h + j, n);
+          store_n(row + j, t, n);
+        });
+        norm_row(row, w, h, float(eps), x.data<bf16>() + i * h);
+        quant_row(x.data<bf16>() + i * h, h, q.data<u8>() + i * h, s.data<u8>() + i * (h / kBlock));
+      }
+    });
+  });
+  return {std::move(z), std::move(next_pre), std::move(next_post), std::move(next_comb),
+          std::move(x), std::move(q), std::move(s)};
+}
+
 Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weight, Tensor& is_image, double eps) {
   check(is_float(streams) && streams.dim() == 3 && is_float(kv) && kv.dim() == 2,
         "engram_gate: streams [T, C, H] and kv [T, (C+1)*H] must be bf16 or float32");
@@ -281,7 +376,9 @@ Tensor engram_gate(Tensor& streams, Tensor& kv, Tensor& q_weight, Tensor& k_weig
 
 }  // namespace
 
-const Entry rowwise_ops[] = {DI_OP(rms_norm), DI_OP(rope),        DI_OP(hc_mix), DI_OP(hc_collapse),
-                             DI_OP(hc_write), DI_OP(engram_gate), DI_OPS_END};
+const Entry rowwise_ops[] = {DI_OP(rms_norm),       DI_OP(rope),        DI_OP(hc_mix),
+                             DI_OP(hc_collapse),    DI_OP(hc_write),    DI_OP(hc_boundary),
+                             DI_OP(rms_norm_quant), DI_OP(engram_gate), DI_OP(norm_rope_pack_window),
+                             DI_OPS_END};
 
 }  // namespace DI_ISA

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from check_hyper import Args, Checks, H, poison, raw
+from harness import SMALL, Args, Checks, poison, raw
 
 from deepinfer.ops import formats, registry
 from deepinfer.ops.common import randn
 
-ROWS = (0, 1, 2, 7, 33, 64, 257, 300)
+H = 192 if SMALL else 5120
+ROWS = (0, 1, 7, 33) if SMALL else (0, 1, 2, 7, 33, 64, 257, 300)
 
 
 def hashes(g: torch.Generator, t: int) -> Args:

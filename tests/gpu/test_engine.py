@@ -5,7 +5,11 @@ Skipped without CUDA. `python tests/gpu/test_engine.py` runs it where pytest is 
 
 from __future__ import annotations
 
+import os
 import time
+
+if __name__ == "__main__":  # else a bucket's padding may choose another kernel; read when deepinfer.ops is imported
+    os.environ.setdefault("DEEPINFER_BATCH_INVARIANT", "1")
 
 import torch
 
@@ -17,6 +21,7 @@ except ModuleNotFoundError:
     pass
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.compile import counters
 
 # Kernels sum in another order than the CPU, so a greedy choice may flip; on this checkpoint a top-2 gap below 1e-3 is
 # rarer than one in a thousand steps. Share of prompts whose whole greedy text equals the CPU's:
@@ -32,7 +37,8 @@ PROMPTS = (
 def greedy(device: str, **options: object) -> tuple[list[list[int]], float, list[str]]:
     """Ids and texts of all prompts, and output tokens a second of a second run."""
     params = SamplingParams(temperature=0.0, max_tokens=96)
-    with LLM("small", device=device, enable_prefix_caching=False, max_model_len=2048, **options) as llm:
+    options = {"compile": "eager", "enable_prefix_caching": False, "max_model_len": 2048, **options}
+    with LLM("small", device=device, **options) as llm:
         outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
         begin = time.perf_counter()
         again = llm.generate(list(PROMPTS), params, use_tqdm=False)
@@ -57,6 +63,22 @@ def test_schedules_do_not_change_the_text() -> None:
     assert greedy("cuda", num_pages=6, page_size=32, max_num_seqs=8)[0] == whole  # preempts
 
 
+def test_modes_say_the_same() -> None:
+    """Captured steps against eager ones: fewer rows than a bucket, exactly one, more sequences than fit at once."""
+    params = [SamplingParams(temperature=t, top_p=0.9, seed=7, max_tokens=48) for t in (0.0, 0.9, 0.0, 0.7)]
+    said = {}
+    for mode in ("eager", "graph", "layer", "model"):
+        with LLM("small", device="cuda", compile=mode, max_num_seqs=6, max_model_len=1024) as llm:
+            with counters.expect(compiled=0, captured=0):
+                outputs = [llm.generate(list(PROMPTS[:n]), params[:n], use_tqdm=False) for n in (1, 3, 4)]
+                outputs.append(llm.generate(list(PROMPTS) * 2, params * 4, use_tqdm=False))
+            llm.engine.check_idle()
+            replayed = counters.get("replayed")
+        said[mode] = [[o.outputs[0].token_ids for o in batch] for batch in outputs]
+        print(mode, "replayed", replayed, "equal to eager:", said[mode] == said["eager"])
+    assert all(said[mode] == said["eager"] for mode in said)
+
+
 if __name__ == "__main__":
     from deepinfer.ops import registry
 
@@ -64,6 +86,10 @@ if __name__ == "__main__":
     print(
         "providers", {p: list(registry.chosen("cuda").values()).count(p) for p in set(registry.chosen("cuda").values())}
     )
-    for check in (test_small_says_what_it_says_on_the_cpu, test_schedules_do_not_change_the_text):
+    for check in (
+        test_small_says_what_it_says_on_the_cpu,
+        test_schedules_do_not_change_the_text,
+        test_modes_say_the_same,
+    ):
         check()
         print("ok", check.__name__)

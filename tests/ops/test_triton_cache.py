@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 if WITHOUT:
     pytest.skip("triton was imported without its interpreter", allow_module_level=True)
 
-from deepinfer.ops import records, registry
+from deepinfer.ops import formats, records, registry
 from deepinfer.ops.common import randn
 from deepinfer.ops.triton import cache as kernels
 
@@ -66,6 +66,30 @@ def test_records_of_every_magnitude(name: str, dim: int) -> None:
     x[8] *= 1e-5
     for a, b in zip(*both(name, (x.bfloat16(),)), strict=True):
         assert same(a, b)
+
+
+def test_codes_come_from_bits() -> None:
+    """support.fp8_scale, fp4_scale and cache.fp4_words, run by hand for every bf16, against the divisions."""
+    v = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
+    for floor, top, carry, shift in ((1e-4, 448.0, 0x1FFFFF, 8), (6 * 2.0**-126, 6.0, 0x3FFFFF, 2)):
+        amax = v.clamp_min(floor)
+        assert torch.equal(((amax.view(torch.int32) + carry) >> 23) - shift, formats.e8m0_ceil(amax / top).int())
+    q = torch.cat((v[v <= 6], torch.linspace(0, 6, 100_001)))
+    bits = (q * 2.0**-126).view(torch.int32)
+    assert torch.equal((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22, formats.e2m1_code(q).int())
+
+
+def test_quotients_by_a_latent_scale() -> None:
+    """cache.divided gives the code of a true division for every bf16 and every scale that it can meet."""
+    v = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
+    for code in range(1, 127):
+        s = torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        near = v[v <= 8 * s]
+        r = 1.0 / s
+        q = near * r
+        rest = (near.double() - q.double() * s.double()).float()
+        q = (rest.double() * r.double() + q.double()).float()
+        assert torch.equal(formats.e2m1_code(q), formats.e2m1_code(near / s)), code
 
 
 def test_records_and_pools_of_the_release() -> None:

@@ -66,9 +66,9 @@ def test_tables_that_a_kernel_cannot_read_are_refused() -> None:
 def test_gate_rows_are_independent() -> None:
     """Few rows take one a program, many take four: the same bits."""
     g = torch.Generator().manual_seed(8)
-    t, h = 257, 64
+    t, h = 66, 64
     args = (randn(g, t, 4, h), randn(g, t, 5 * h), randn(g, 4, h), randn(g, 4, h), torch.arange(t) % 5 == 0, 1e-20)
     full = kernels.engram_gate(*args)
-    for i in (0, 255, 256):
+    for i in (0, 63, 65):
         one = kernels.engram_gate(args[0][i : i + 1], args[1][i : i + 1], *args[2:4], args[4][i : i + 1], 1e-20)
         assert torch.equal(one[0], full[i])

@@ -19,7 +19,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepinfer.ops import records
 from deepinfer.ops.triton.compile import Variant
-from deepinfer.ops.triton.support import INTERPRET, bf16, e2m1_code, e4m3_code, e4m3_value, e8m0_ceil, e8m0_value, f32
+from deepinfer.ops.triton.support import (
+    INTERPRET,
+    bf16,
+    e4m3_code,
+    e4m3_value,
+    e8m0_inverse,
+    f32,
+    fp4_scale,
+    fp8_scale,
+)  # fmt: skip
 
 INTERPRETED = bool(INTERPRET.value)
 PDL = not INTERPRETED
@@ -35,6 +44,30 @@ def _options() -> dict[str, Any]:
 
 
 @triton.jit
+def fp4_words(q):
+    """float32 [..., 8] within +-6 -> eight e2m1 codes in an int32, the first in the lowest bits.
+
+    Times 2^-126 the subnormals of e2m1 are those of float32, so one rounding of the bits to nearest even serves all.
+    """
+    bits = (q * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    code = ((size + 0x1FFFFF + ((size >> 22) & 1)) >> 22) | ((bits >> 28) & 8)
+    return tl.sum(code << (tl.arange(0, 8) * 4)[None, None, :], 2)
+
+
+@triton.jit
+def divided(v, s):
+    """v / s as a division rounds it wherever that decides a code: exactly where the quotient is a number, which ties
+    are. s has few bits and its inverse is shared, so this is three instructions a value instead of ten and a branch.
+    """
+    r = tl.div_rn(1.0, s)
+    q = tl.abs(v) * r
+    q = tl.fma(tl.fma(-q, s, tl.abs(v)), r, q)
+    sign = v.to(tl.int32, bitcast=True) & -2147483648  # of zeros too
+    return (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _pack_window(x, rec, groups, G: tl.constexpr, SIZE: tl.constexpr, BG: tl.constexpr, PDL: tl.constexpr):
     """[D codes e4m3 | G scales E8M0 | zeros to SIZE]."""
     if PDL:
@@ -44,12 +77,10 @@ def _pack_window(x, rec, groups, G: tl.constexpr, SIZE: tl.constexpr, BG: tl.con
     ok = g < groups
     lane = tl.arange(0, 32)
     v = f32(tl.load(x + g[:, None] * 32 + lane[None, :], mask=ok[:, None], other=0.0))
-    e = e8m0_ceil(tl.div_rn(tl.maximum(tl.max(tl.abs(v), 1), 1e-4), 448.0))
-    q = tl.div_rn(v, e8m0_value(e)[:, None])
-    q = tl.minimum(tl.maximum(q, -448.0), 448.0)
+    e = fp8_scale(tl.maximum(tl.max(tl.abs(v), 1), 1e-4))
     row = rec + g // G * SIZE
     at = g % G
-    tl.store(row[:, None] + at[:, None] * 32 + lane[None, :], e4m3_code(q), mask=ok[:, None])
+    tl.store(row[:, None] + at[:, None] * 32 + lane[None, :], e4m3_code(v * e8m0_inverse(e)[:, None]), mask=ok[:, None])
     tl.store(row + G * 32 + at, e.to(tl.uint8), mask=ok)
     for pad in tl.static_range(SIZE - G * 33):
         tl.store(row + G * 33 + pad, tl.zeros((BG,), tl.uint8), mask=ok & (at == 0))
@@ -57,47 +88,49 @@ def _pack_window(x, rec, groups, G: tl.constexpr, SIZE: tl.constexpr, BG: tl.con
 
 @triton.jit
 def _pack_latent(x, rec, groups, G: tl.constexpr, SIZE: tl.constexpr, BG: tl.constexpr, PDL: tl.constexpr):
-    """[D/2 bytes of two e2m1 codes | G scales e4m3, one per 16 | zeros to SIZE]."""
+    """[D/2 bytes of two e2m1 codes | G scales e4m3, one per 16 | zeros to SIZE]. Records as words and as bytes."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     g = (tl.program_id(0) * BG + tl.arange(0, BG)).to(tl.int64)
     ok = g < groups
-    lane = tl.arange(0, 16)
-    v = f32(tl.load(x + g[:, None] * 16 + lane[None, :], mask=ok[:, None], other=0.0))
-    amax = tl.maximum(tl.max(tl.abs(v), 1), 6.0 * 0.001953125)
+    word = tl.arange(0, 2)[None, :]
+    at = (g * 16)[:, None, None] + word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    v = f32(tl.load(x + at, mask=ok[:, None, None], other=0.0))
+    amax = tl.maximum(tl.max(tl.max(tl.abs(v), 2), 1), 6.0 * 0.001953125)
     e = e4m3_code(tl.minimum(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125), 448.0))
-    code = e2m1_code(tl.div_rn(v, tl.broadcast_to(e4m3_value(e)[:, None], (BG, 16))))
-    low, high = tl.split(code.reshape(BG, 8, 2))
+    q = divided(v, e4m3_value(e)[:, None, None])
+    words = rec.to(tl.pointer_type(tl.int32))
+    to = (g // G * (SIZE // 4) + g % G * 2)[:, None] + word
+    tl.store(words + to, fp4_words(tl.minimum(tl.maximum(q, -6.0), 6.0)), mask=ok[:, None])
     row = rec + g // G * SIZE
-    at = g % G
-    tl.store(
-        row[:, None] + at[:, None] * 8 + tl.arange(0, 8)[None, :], (low | (high << 4)).to(tl.uint8), mask=ok[:, None]
-    )
-    tl.store(row + G * 8 + at, e, mask=ok)
+    tl.store(row + G * 8 + g % G, e, mask=ok)
     for pad in tl.static_range(SIZE - G * 9):
-        tl.store(row + G * 9 + pad, tl.zeros((BG,), tl.uint8), mask=ok & (at == 0))
+        tl.store(row + G * 9 + pad, tl.zeros((BG,), tl.uint8), mask=ok & (g % G == 0))
 
 
 @triton.jit
 def _pack_index(x, rec, groups, G: tl.constexpr, SIZE: tl.constexpr, BG: tl.constexpr, PDL: tl.constexpr):
-    """[D/2 bytes of two e2m1 codes | G scales E8M0, one per 32]."""
+    """[D/2 bytes of two e2m1 codes | G scales E8M0, one per 32]. Records as words and as bytes."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     g = (tl.program_id(0) * BG + tl.arange(0, BG)).to(tl.int64)
     ok = g < groups
-    lane = tl.arange(0, 32)
-    v = f32(tl.load(x + g[:, None] * 32 + lane[None, :], mask=ok[:, None], other=0.0))
-    e = e8m0_ceil(tl.div_rn(tl.maximum(tl.max(tl.abs(v), 1), 7.052966104933725e-38), 6.0))  # 6 * 2^-126
-    code = e2m1_code(tl.div_rn(v, e8m0_value(e)[:, None]))
-    low, high = tl.split(code.reshape(BG, 16, 2))
-    row = rec + g // G * SIZE
-    at = g % G
-    tl.store(
-        row[:, None] + at[:, None] * 16 + tl.arange(0, 16)[None, :], (low | (high << 4)).to(tl.uint8), mask=ok[:, None]
-    )
-    tl.store(row + G * 16 + at, e.to(tl.uint8), mask=ok)
+    word = tl.arange(0, 4)[None, :]
+    at = (g * 32)[:, None, None] + word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    v = f32(tl.load(x + at, mask=ok[:, None, None], other=0.0))
+    e = fp4_scale(tl.maximum(tl.max(tl.max(tl.abs(v), 2), 1), 7.052966104933725e-38))  # 6 * 2^-126
+    if SIZE % 4 == 0:
+        words = rec.to(tl.pointer_type(tl.int32))
+        to = (g // G * (SIZE // 4) + g % G * 4)[:, None] + word
+        tl.store(words + to, fp4_words(v * e8m0_inverse(e)[:, None, None]), mask=ok[:, None])
+    else:  # records of a small head: codes byte by byte
+        both = fp4_words(v * e8m0_inverse(e)[:, None, None])
+        for i in tl.static_range(4):
+            to = rec + (g // G * SIZE + g % G * 16)[:, None] + word * 4 + i
+            tl.store(to, (both >> (8 * i)).to(tl.uint8), mask=ok[:, None])
+    tl.store(rec + g // G * SIZE + G * 16 + g % G, e.to(tl.uint8), mask=ok)
 
 
 def _pack(kernel: Any, x: Tensor, size: int, block: int) -> Tensor:
@@ -179,10 +212,10 @@ def _words(width: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.view(torch.int32) for t in tensors) if whole else tensors
 
 
-def _rows(width: int) -> tuple[int, int]:
-    """(rows of a program, padded width)."""
+def _rows(width: int, rows: int) -> tuple[int, int]:
+    """(rows of a program, padded width): few rows spread over many programs."""
     bw = triton.next_power_of_2(width)
-    return max(1, TILE // bw), bw
+    return max(1, (TILE if rows > 256 else TILE // 16) // bw), bw
 
 
 def ring_write(ring: Tensor, rec: Tensor, slots: Tensor, positions: Tensor, run_last: Tensor) -> None:
@@ -195,7 +228,7 @@ def ring_write(ring: Tensor, rec: Tensor, slots: Tensor, positions: Tensor, run_
     if rec.dtype is torch.uint8:
         ring, rec = _words(rec.shape[1], ring, rec)
     width = rec.shape[1]
-    br, bw = _rows(width)
+    br, bw = _rows(width, t)
     _ring_write[(triton.cdiv(t, br),)](
         ring, rec, slots, positions, run_last, t, size, width, BR=br, BW=bw, PDL=PDL, num_warps=4, **_options()
     )
@@ -215,7 +248,7 @@ def _paged(
         pool, rec = _words(codes | (whole - codes) | whole, pool, rec)
         codes = codes * rec.shape[1] // whole
     width = rec.shape[1]
-    br, bw = _rows(width)
+    br, bw = _rows(width, t)
     _page_write[(triton.cdiv(t, br),)](
         pool, rec, table, slots, positions, t, width, codes or width, table.stride(0), ratio, page_size,
         BR=br, BW=bw, PDL=PDL, num_warps=4, **_options(),

@@ -23,8 +23,7 @@ from deepinfer.ops.triton.support import INTERPRET, bf16, e4m3_value, e8m0_value
 
 INTERPRETED = bool(INTERPRET.value)
 PDL = not INTERPRETED
-GATHER = 8  # table rows of a program: a thread loads 16 bytes
-WARPS = 8  # of engram_gate at any H and T: the order of its sums follows it
+GATHER = 8  # table rows of a program of two warps: 3.4 us at T = 512, where 4 warps take 3.7 and 4 rows 4.8
 
 
 def _options() -> dict[str, Any]:
@@ -121,6 +120,16 @@ def engram_rows(tokens: Tensor, multipliers: Tensor, primes: Tensor, offsets: Te
 
 
 @triton.jit
+def _value(code):
+    """e4m3 bits (uint8) -> float32."""
+    if INTERPRET:  # the sign by bits: a negated zero would be +0
+        bits = e4m3_value(code & 127).to(tl.int32, bitcast=True) | ((code & 128).to(tl.int32) << 24)
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["total"])
 def _gather(rows, table, scale, out, total, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
@@ -132,9 +141,7 @@ def _gather(rows, table, scale, out, total, D: tl.constexpr, BD: tl.constexpr, B
     line = tl.load(rows + i, mask=live, other=0)
     code = tl.load(table + line[:, None] * D + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0)
     e = tl.load(scale + line[:, None] * (D // 32) + g[None, :], mask=live[:, None] & (g < D // 32)[None, :], other=0)
-    # the sign by bits: a negated zero would be +0
-    bits = e4m3_value(code & 127).to(tl.int32, bitcast=True) | ((code & 128).to(tl.int32) << 24)
-    value = bits.to(tl.float32, bitcast=True).reshape(BR, BD // 32, 32) * e8m0_value(e.to(tl.int32))[:, :, None]
+    value = _value(code).reshape(BR, BD // 32, 32) * e8m0_value(e.to(tl.int32))[:, :, None]
     value = value.reshape(BR, BD)
     at = out + i.to(tl.int64)[:, None] * D + c[None, :]
     ok = live[:, None] & (c < D)[None, :]
@@ -161,7 +168,7 @@ def engram_gather(rows: Tensor, table: Tensor, scale: Tensor, out_f32: bool) -> 
         codes = visible(table, rows.device).view(torch.uint8)
         _gather[(triton.cdiv(t * cols, GATHER),)](
             rows.contiguous(), codes, visible(scale, rows.device), out, t * cols,
-            D=d, BD=triton.next_power_of_2(d), BR=GATHER, PDL=PDL, num_warps=4, **_options(),
+            D=d, BD=triton.next_power_of_2(d), BR=GATHER, PDL=PDL, num_warps=2, **_options(),
         )  # fmt: skip
     return out
 
@@ -171,33 +178,48 @@ def engram_gather(rows: Tensor, table: Tensor, scale: Tensor, out_f32: bool) -> 
 
 @triton.jit
 def _gate(
-    streams, kv, q_weight, k_weight, is_image, out, T, eps, root,
-    H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One stream of ROWS rows; the product of both norm weights stays in registers."""
-    s = tl.program_id(1)
-    c = tl.arange(0, BH)
-    ok = c < H
-    w = f32(tl.load(q_weight + s * H + c, mask=ok, other=0.0)) * f32(tl.load(k_weight + s * H + c, mask=ok, other=0.0))
+    streams, kv, q_weight, k_weight, is_image, out, eps, root, H: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
+):
+    """One stream of a row, in pieces of 1024 columns that stay in registers. (More rows a program share the weights and
+    were slower, 291 instead of 264 us at T = 8192: three sums a row wait for each other.)
+    """
+    s = tl.program_id(0) % C
+    row = (tl.program_id(0) // C).to(tl.int64)
+    col = tl.arange(0, 1024)
+    w = ()
+    for c in tl.static_range(0, H, 1024):
+        at = s * H + c + col
+        q = f32(tl.load(q_weight + at, mask=c + col < H, other=0.0))
+        w += (q * f32(tl.load(k_weight + at, mask=c + col < H, other=0.0)),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for i in range(0, ROWS):
-        row = (tl.program_id(0) * ROWS + i).to(tl.int64)
-        live = ok & (row < T)
-        r = f32(tl.load(streams + (row * C + s) * H + c, mask=live, other=0.0))
-        key = f32(tl.load(kv + (row * (C + 1) + s) * H + c, mask=live, other=0.0))
-        value = f32(tl.load(kv + (row * (C + 1) + C) * H + c, mask=live, other=0.0))
-        norm = tl.rsqrt(tl.sum(r * r) / H + eps) * tl.rsqrt(tl.sum(key * key) / H + eps)
-        dot = tl.sum(r * w * key) * norm * root
-        size = tl.sqrt(tl.maximum(tl.abs(dot), 1e-6))
-        gate = 1.0 / (1.0 + tl.exp(tl.where(dot.to(tl.int32, bitcast=True) < 0, size, -size)))
-        gate = tl.where(tl.load(is_image + row, mask=row < T, other=0) != 0, 0.0, gate)
-        at = out + (row * C + s) * H + c
+    r = ()
+    value = ()
+    rr = tl.zeros((1024,), tl.float32)
+    kk = tl.zeros((1024,), tl.float32)
+    rk = tl.zeros((1024,), tl.float32)
+    for c in tl.static_range(0, H, 1024):
+        ok = c + col < H
+        a = tl.load(streams + (row * C + s) * H + c + col, mask=ok, other=0.0)
+        b = f32(tl.load(kv + (row * (C + 1) + s) * H + c + col, mask=ok, other=0.0))
+        r += (a,)  # type: ignore[assignment]
+        value += (tl.load(kv + (row * (C + 1) + C) * H + c + col, mask=ok, other=0.0),)  # type: ignore[assignment]
+        rr = tl.fma(f32(a), f32(a), rr)
+        kk = tl.fma(b, b, kk)
+        rk = tl.fma(f32(a) * w[c // 1024], b, rk)
+    norm = tl.rsqrt(tl.div_rn(tl.sum(rr), 1.0 * H) + eps) * tl.rsqrt(tl.div_rn(tl.sum(kk), 1.0 * H) + eps)
+    dot = tl.sum(rk) * norm * root
+    size = tl.sqrt(tl.maximum(tl.abs(dot), 1e-6))
+    gate = 1.0 / (1.0 + tl.exp(tl.where(dot.to(tl.int32, bitcast=True) < 0, size, -size)))
+    gate = tl.where(tl.load(is_image + row) != 0, 0.0, gate)
+    for c in tl.static_range(0, H, 1024):
+        new = tl.fma(gate, f32(value[c // 1024]), f32(r[c // 1024]))
+        to = out + (row * C + s) * H + c + col
         if out.dtype.element_ty == tl.bfloat16:
-            tl.store(at, bf16(r + gate * value), mask=live)
+            tl.store(to, bf16(new), mask=c + col < H)
         else:
-            tl.store(at, r + gate * value, mask=live)
+            tl.store(to, new, mask=c + col < H)
 
 
 def engram_gate(
@@ -206,10 +228,9 @@ def engram_gate(
     t, c, h = streams.shape
     out = torch.empty_like(streams, memory_format=torch.contiguous_format)
     if out.numel():
-        rows = 1 if t < 256 else 4
-        _gate[(triton.cdiv(t, rows), c)](
-            streams.contiguous(), kv.contiguous(), q_weight, k_weight, is_image.view(torch.uint8), out, t, eps,
-            h**-0.5, H=h, BH=triton.next_power_of_2(h), C=c, ROWS=rows, PDL=PDL, num_warps=WARPS, **_options(),
+        _gate[(t * c,)](
+            streams.contiguous(), kv.contiguous(), q_weight, k_weight, is_image.view(torch.uint8), out, eps, h**-0.5,
+            H=h, C=c, PDL=PDL, num_warps=4, **_options(),
         )  # fmt: skip
     return out
 
@@ -219,18 +240,6 @@ def engram_gate(
 _ANY = {90: "", 100: ""}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _INT = "*i32"
-
-
-def _gate_variant(rows: int) -> Variant:
-    signature = {
-        **dict.fromkeys(("streams", "kv", "q_weight", "k_weight", "out"), "*bf16"),
-        "is_image": "*u8",
-        "T": "i32",
-        "eps": "fp32",
-        "root": "fp32",
-    }
-    constants = {"H": 5120, "BH": 8192, "C": 4, "ROWS": rows, "PDL": 1}
-    return Variant(_gate, signature, constants, _ANY, {"num_warps": WARPS, "enable_fp_fusion": False})
 
 
 VARIANTS = [
@@ -261,8 +270,16 @@ VARIANTS = [
         {"rows": "*i64", "table": "*u8", "scale": "*u8", "out": "*bf16", "total": "i32"},
         {"D": 256, "BD": 256, "BR": GATHER, "PDL": 1},
         _ANY,
+        {**_OPTIONS, "num_warps": 2},
+    ),
+    Variant(
+        _gate,
+        {
+            **dict.fromkeys(("streams", "kv", "q_weight", "k_weight", "out"), "*bf16"),
+            **{"is_image": "*u8", "eps": "fp32", "root": "fp32"},
+        },
+        {"H": 5120, "C": 4, "PDL": 1},
+        _ANY,
         _OPTIONS,
     ),
-    _gate_variant(1),
-    _gate_variant(4),
 ]

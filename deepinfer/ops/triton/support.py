@@ -106,3 +106,21 @@ def e2m1_value(code):
     normal = (((exponent + 126) << 23) | ((code & 1) << 22)).to(tl.float32, bitcast=True)
     a = tl.where(exponent == 0, (code & 1).to(tl.float32) * 0.5, normal)
     return tl.where((code & 8) != 0, -a, a)
+
+
+@triton.jit
+def fp8_scale(amax):
+    """E8M0 code (int32) of the smallest power of two >= amax / 448, without the division: 448 is 1.75 * 2^8."""
+    return ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+
+
+@triton.jit
+def fp4_scale(amax):
+    """E8M0 code (int32) of the smallest power of two >= amax / 6 = amax / (1.5 * 2^2)."""
+    return ((amax.to(tl.int32, bitcast=True) + 0x3FFFFF) >> 23) - 2
+
+
+@triton.jit
+def e8m0_inverse(code):
+    """2^(127 - code): a product with it has the bits of a division by the scale."""
+    return e8m0_value(254 - code)

@@ -36,11 +36,19 @@ def inputs(op: str, t: int) -> tuple[Any, ...]:
     return kv, ring, slots, pos, torch.zeros_like(pos), False
 
 
+def entry(op: str, t: int) -> tuple[Any, ...]:
+    """Arguments of a fused write."""
+    dim = 512 if op == "kv_global_write" else 128
+    pool, _, *where = inputs("page_write" if dim == 512 else "index_page_write", t)
+    turn = (torch.rand(t, 32, device="cuda"), torch.rand(t, 32, device="cuda"))
+    return (pool, randn(t, dim), randn(dim), *turn, 1e-20, *where)
+
+
 OPS = ("pack_window", "pack_latent", "pack_index", "ring_write", "page_write", "index_page_write", "pair_pool")
 
 
 def cases(device: str = "cuda") -> Iterator[Case]:
-    from deepinfer.ops.triton import cache
+    from deepinfer.ops.triton import cache, norm, writes
 
     def one(op: str, t: int) -> Callable[[], Any]:
         held = inputs(op, t)
@@ -50,3 +58,21 @@ def cases(device: str = "cuda") -> Iterator[Case]:
         for op in OPS:
             floor = registry.OPS[op].cost(*inputs(op, t))[1]
             yield Case(f"{op}/T{t}", rotate(partial(one, op, t), max(floor, 5e6)), floor)
+        for op in ("kv_global_write", "index_key_write"):
+
+            def fused(op: str = op, t: int = t) -> Callable[[], Any]:
+                held = entry(op, t)
+                return lambda: getattr(writes, op)(*held)
+
+            def chain(op: str = op, t: int = t) -> Callable[[], Any]:
+                pool, x, weight, cos, sin, eps, *where = entry(op, t)
+                pack, write = (
+                    (cache.pack_latent, cache.page_write)
+                    if op == "kv_global_write"
+                    else (cache.pack_index, cache.index_page_write)
+                )
+                return lambda: write(pool, pack(norm.rope(norm.rms_norm(x, weight, eps), cos, sin, False)), *where)
+
+            floor = registry.OPS[op].cost(*entry(op, t))[1]
+            others = {"four own launches": rotate(chain, max(floor, 5e6))}
+            yield Case(f"{op}/T{t}", rotate(fused, max(floor, 5e6)), floor, baselines=others)

@@ -19,7 +19,7 @@ import torch
 
 from deepinfer.studies import report
 
-FAMILIES = ("experts", "linear", "attention", "indexer", "hyper", "cache", "engram", "sampling")
+FAMILIES = ("experts", "linear", "attention", "indexer", "hyper", "cache", "engram", "sampling", "vision", "tilelang")
 REPLAYS, WARM = 9, 3
 Make = Callable[[], list[Callable[[], Any]]]
 
@@ -44,6 +44,7 @@ class Case:
 def graph_time_us(make: Make) -> float:
     """Median microseconds of one callable of `make()`, captured together in one graph."""
     calls = make()
+    torch.cuda.synchronize()  # inputs were filled on this stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -155,14 +156,16 @@ def run(name: str, families: tuple[str, ...] = FAMILIES, match: str = "", result
     out = report.Report(
         name, kind="h200", device=torch.cuda.get_device_name(), flags={"replays": REPLAYS}, driver=None, **rates
     )
-    for case in cases(families):
-        if match not in case.name:
-            continue
-        try:
-            measure(out, rates, case)
-        except Exception as error:
-            print(f"FAIL {case.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            traceback.print_exc(limit=3)
-        torch.cuda.empty_cache()
-    if out.rows:
-        out.finish(results)
+    try:
+        for case in cases(families):
+            if match not in case.name:
+                continue
+            try:
+                measure(out, rates, case)
+            except Exception as error:
+                print(f"FAIL {case.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                traceback.print_exc(limit=3)
+            torch.cuda.empty_cache()
+    finally:  # what an interrupted run has measured is kept
+        if out.rows:
+            out.finish(results)

@@ -14,7 +14,7 @@ from deepinfer.ops import registry
 from deepinfer.studies.kernels.harness import Case, Make
 
 H = 5120
-ROWS = (1, 8, 64, 512, 8192)
+ROWS = (1, 4, 8, 64, 512, 8192)
 L2 = 120e6  # bytes of all buffer sets of a case: more than twice the L2
 
 
@@ -52,19 +52,19 @@ def inputs(op: str, t: int) -> tuple[Any, ...]:
 
 
 def cases(device: str = "cuda") -> Iterator[Case]:
-    from deepinfer.ops.triton import hyper
+    from deepinfer.ops.triton import hyper, norm
 
-    def fused(t: int, **tuning: Any) -> Callable[[], Any]:
+    def fused(t: int) -> Callable[[], Any]:
         args = boundary(t)
-        return lambda: hyper.hc_boundary(*args, **tuning)
+        return lambda: hyper.hc_boundary(*args)
 
     def separate(t: int) -> Callable[[], Any]:
-        y, streams, post, comb, pre, fn, base, scale, norm, iters, hc_eps, eps = boundary(t)
+        y, streams, post, comb, pre, fn, base, scale, norm_weight, iters, hc_eps, eps = boundary(t)
 
         def call() -> Any:
             out = hyper.hc_write(y, streams, post, comb)
             mixed = hyper.hc_mix(out, fn, base, scale, iters, hc_eps, eps)
-            x = hyper.rms_norm(hyper.hc_collapse(out, pre), norm, eps)
+            x = norm.rms_norm(hyper.hc_collapse(out, pre), norm_weight, eps)
             return mixed, registry.OPS["quant_fp8"].overload(x)
 
         return call
@@ -75,18 +75,10 @@ def cases(device: str = "cuda") -> Iterator[Case]:
 
     for t in ROWS:
         floor = 24 * 4 * H * 4 + t * (H * 2 * (1 + 4 + 4 + 1) + H * (1 + 1 / 32) + 192.0)
-        others: dict[str, Make] = {
-            "own separate ops": rotate(partial(separate, t), floor),
-            "own, loads in 2 stages": rotate(partial(fused, t, stages=2), floor),
-            "own, loads in 3 stages": rotate(partial(fused, t, stages=3), floor),
-        }
-        if t > hyper.BLOCK_ROWS:
-            for rows in (1024, 4096, t):
-                others[f"own, {rows} rows a launch"] = rotate(partial(fused, t, block_rows=rows), floor)
+        others: dict[str, Make] = {"own separate ops": rotate(partial(separate, t), floor)}
         if t <= 64:
             others["torch (references)"] = rotate(partial(torch_ops, t), floor)
-        launches = 2 * -(-t // hyper.BLOCK_ROWS)
-        yield Case(f"mhc/T{t}", rotate(partial(fused, t), floor), floor, baselines=others, more={"launches": launches})
+        yield Case(f"mhc/T{t}", rotate(partial(fused, t), floor), floor, baselines=others, more={"launches": 2})
     for t in (1, 64, 8192):
         for op in ("hc_mix", "hc_write", "hc_collapse", "rms_norm", "rope"):
             make = partial(inputs, op, t)
@@ -94,7 +86,7 @@ def cases(device: str = "cuda") -> Iterator[Case]:
 
             def one(op: str = op, make: Callable[[], tuple[Any, ...]] = make) -> Callable[[], Any]:
                 held = make()
-                return lambda: getattr(hyper, op)(*held)
+                return lambda: getattr(norm if op in ("rms_norm", "rope") else hyper, op)(*held)
 
             baselines: dict[str, Make] = {}
             if op == "rms_norm":
