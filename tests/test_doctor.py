@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert sys.executable in out and "Ops" in out
     assert run(["doctor", "--ops"]) == 0
-    assert "chosen" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    line = r"^  rope +cpu (native|reference), cuda (triton|reference), npu reference$"
+    assert re.search(line, out, re.M) and re.search(r"^      not (reference|native): ", out, re.M)
+    run(["doctor", "--ops", "--device", "cuda"])
+    assert "takes neither" in (text := capsys.readouterr().out) or "no CUDA device" in text
     code = run(["doctor", "--device", "npu", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (0 if found["ok"] else 1)

@@ -14,7 +14,7 @@ from deepinfer.ops import formats, registry
 from deepinfer.ops.common import randn
 
 H = 192 if SMALL else 5120
-ROWS = (0, 1, 2, 7, 9, 65) if SMALL else (0, 1, 2, 7, 33, 64, 65, 129, 257)
+ROWS = (0, 1, 2, 7, 9, 65) if SMALL else (0, 1, 2, 7, 33, 65, 257)
 
 
 def boundary(g: torch.Generator, t: int, h: int = H) -> Args:

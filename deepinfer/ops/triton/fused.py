@@ -114,7 +114,9 @@ def _norm_rope_pack_window(
     r = tl.rsqrt(tl.div_rn(tl.sum(v * v), tl.cast(N, tl.float32)) + eps)
     y = round_bf16(v * r * w)
     y_other = round_bf16(v_other * r * w_other)
-    y = tl.where(turned, round_bf16(y * co + tl.where(odd == 1, y_other * si, -(y_other * si))), y)
+    swapped = y_other * si
+    turn = tl.where(odd == 1, y * co + swapped, y * co - swapped)  # -x is 0 - x here: a difference keeps a zero's sign
+    y = tl.where(turned, round_bf16(turn), y)
     out = rec + row * SIZE
     _store_quantised(y, out, out + N, N, BLOCK)
     pad = tl.arange(0, 16)

