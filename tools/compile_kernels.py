@@ -4,8 +4,8 @@
 machines (GPU_TRITON, put into build/ by pip when the environment has another one; without a network this part is left
 out with a notice), one variant of each with the installed one, then csrc/cuda with nvcc where there is one. With
 GPU_TRITON every variant must compile, hold the tensor core instruction that it promises (wgmma, tcgen05) and spill
-nothing; another version's register allocation is not tuned for, so there spills are allowed. Exits 1 when something
-fails.
+nothing, and no wgmma may lose its A registers (tools/wgmma_hazards.py); another version's register allocation is not
+tuned for, so there spills are allowed. Exits 1 when something fails.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ from deepinfer.ops.triton import GLUON_TRITON, installed_triton
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU_TRITON = "3.6.0"  # what torch 2.11 pins, and the H200 machine has
+
+
+def no_hazards(folder: Path | None) -> bool:
+    """tools.wgmma_hazards with the Triton in `folder` (None: the installed one)."""
+    paths = os.pathsep.join(str(p) for p in (folder, ROOT) if p)
+    command = [sys.executable, "-m", "tools.wgmma_hazards", "--quiet"]
+    return not subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, cwd=ROOT, check=False).returncode
 
 
 def gpu_triton() -> Path | None:
@@ -93,6 +100,7 @@ def main() -> None:
         folder = None if installed == GPU_TRITON else gpu_triton()
         if installed == GPU_TRITON or folder:
             good &= triton_kernels(args.jobs, folder)
+            good &= no_hazards(folder)
         if installed != GPU_TRITON and installed.startswith(GLUON_TRITON):
             good &= triton_kernels(args.jobs, None, "--first", "--spills-allowed")
         elif installed != GPU_TRITON:

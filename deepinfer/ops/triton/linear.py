@@ -329,6 +329,8 @@ def _segment(
             acc = tl.dot(f32(a), f32(b), acc)
         else:
             acc = tl.dot(a, b, acc)
+            if FP8:  # reads acc, so that Triton waits: A lies in registers, which the next step writes
+                acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, True, 1)
     return acc
 
 
