@@ -289,9 +289,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        if seq in self.prefilling:
-            self.prefilling.remove(seq)
+        for queue in (self.running, self.prefilling):
+            if seq in queue:  # not if an interrupt ended the first try here: abort comes again, then restart
+                queue.remove(seq)
         pages, slot = seq.pages, seq.slot
         seq.pages, seq.slot, self._order = [], 0, None
         self.table.vacate(slot)
