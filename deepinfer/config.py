@@ -20,7 +20,7 @@ Numerics = Literal["quantised", "exact"]
 Replay = Literal["compact", "mask", "off"]
 
 IN_FLIGHT_STEPS = 2  # steps that a replay bound leaves room for: one runs, one is planned (spec/dspark.md 1)
-LATER_COMPILE_MODES = ("layer", "model", "graph")
+COMPILE_MODES = ("eager", "layer", "model", "graph")
 
 SHIPPED = {"small": Path(__file__).parent / "data" / "small"}  # checkpoints inside the package, by name
 DEFAULT_MODEL = "small"  # of the commands for people: generate, chat, examples/demo.py
@@ -81,7 +81,13 @@ class EngineConfig:
         metadata=_help("makes the seeds of unseeded requests repeatable; default: fresh ones each run"),
     )
     max_logprobs: int = field(default=20, metadata=_help("most logprobs per token that a request may ask for"))
-    compile: str = field(default="eager", metadata=_help("how the model is compiled; this version has eager"))
+    compile: str | None = field(
+        default=None,
+        metadata=_help(
+            "eager, layer (each kind of layer once), model (halves of the model) or graph (ops as they are, in CUDA "
+            "graphs); default: DEEPINFER_COMPILE, else eager"
+        ),
+    )
     replay: Replay | None = field(
         default=None,
         metadata=_help("decoder replay: compact, mask or off; default: DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE"),
@@ -126,10 +132,14 @@ class EngineConfig:
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(str, choices))}")
         if not re.fullmatch(r"cpu|(cuda|npu)(:\d+)?", str(self.device)):
             problems.append(f"device is {self.device!r}; it must be cpu, cuda, cuda:N, npu or npu:N")
-        if self.compile in LATER_COMPILE_MODES:
-            problems.append(f"compile is {self.compile!r}, which is not built yet; use 'eager'")
-        elif self.compile != "eager":
-            problems.append(f"compile is {self.compile!r}; this version has 'eager' only")
+        if self.compile is None:  # not `layer` yet: on a CPU it is not faster, on a GPU it has not run
+            object.__setattr__(self, "compile", "eager")
+        elif self.compile not in COMPILE_MODES:
+            problems.append(f"compile is {self.compile!r}; it must be one of {', '.join(COMPILE_MODES)}")
+        elif self.numerics == "exact" and self.compile != "eager":
+            problems.append(
+                f"compile is {self.compile!r} with numerics 'exact', which runs the definitions one by one; use 'eager'"
+            )
         problems += self._conflicts(subjects(problems))
         if problems:
             raise ConfigError(list_problems("EngineConfig", problems))
@@ -227,6 +237,7 @@ _CHOICES = {
 }
 _FROM_ENVIRONMENT = {
     "async_scheduling": "DEEPINFER_ASYNC_SCHEDULING",
+    "compile": "DEEPINFER_COMPILE",
     "replay": "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE",
     "replay_keep_tokens": "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS",
 }

@@ -86,6 +86,27 @@ VARIABLES: dict[str, Variable] = {
             "0 ignores the compiled C++ library, as if it had not been built.",
         ),
         Variable(
+            "DEEPINFER_COMPILE",
+            _one_of("eager", "layer", "model", "graph"),
+            "eager, layer, model or graph",
+            None,
+            "How the model is compiled (docs/capture.md); unset: eager.",
+        ),
+        Variable(
+            "DEEPINFER_BATCH_INVARIANT",
+            _flag,
+            "0 or 1",
+            False,
+            "1 uses one kernel with the same bits for every number of rows, also where another is faster.",
+        ),
+        Variable(
+            "DEEPINFER_PASSES",
+            str,
+            "-pass, separated by commas, or none",
+            "",
+            "Compiler passes to leave out, e.g. `-boundary,-norm_quant`; `none` leaves out all (docs/capture.md).",
+        ),
+        Variable(
             "DEEPINFER_ASYNC_SCHEDULING",
             _flag,
             "0 or 1",

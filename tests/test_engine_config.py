@@ -101,7 +101,8 @@ def test_every_bad_option_is_listed_in_one_error(monkeypatch):
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, ("32", "64")),
         ({"num_pages": 10, "kv_cache_memory_bytes": 1 << 20}, ("num_pages", "kv_cache_memory_bytes")),
         ({"page_size": 12}, ("12", "multiple of 8")),
-        ({"compile": "layer"}, ("layer", "not built yet", "eager")),
+        ({"compile": "fast"}, ("fast", "eager, layer, model, graph")),
+        ({"compile": "layer", "numerics": "exact"}, ("layer", "exact", "use 'eager'")),
     ],
 )
 def test_options_that_do_not_fit(options, parts):

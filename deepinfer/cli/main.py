@@ -18,6 +18,8 @@ import click
 
 from deepinfer import __version__, envs
 from deepinfer.cli.batch import run_batch
+from deepinfer.cli.bench import bench
+from deepinfer.cli.cache import cache
 from deepinfer.cli.chat import chat
 from deepinfer.cli.checkpoint import make_checkpoint, verify
 from deepinfer.cli.doctor import doctor
@@ -40,7 +42,7 @@ def cli() -> None:
     """
 
 
-for command in (generate, chat, run_batch, make_checkpoint, verify, doctor):
+for command in (generate, chat, run_batch, make_checkpoint, verify, doctor, bench, cache):
     cli.add_command(command)
 
 

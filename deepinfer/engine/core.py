@@ -17,10 +17,12 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
 from deepinfer.cache.groups import PoolSizes, human, size_pools
+from deepinfer.compile.modes import Mode
 from deepinfer.config import IN_FLIGHT_STEPS, EngineConfig
 from deepinfer.engine.metrics import EngineMetrics, Usage
 from deepinfer.engine.plan import StepPlan
@@ -86,7 +88,8 @@ class Engine:
         )
         self.depth = IN_FLIGHT_STEPS if config.async_scheduling else 1
         state = _allocate(config, model_config, self.sizes)
-        self.runner = Runner(model, state, self.device, IN_FLIGHT_STEPS)
+        self.runner = Runner(model, state, self.device, IN_FLIGHT_STEPS, (model_config.image_token_id,))
+        self.runner.compile(cast(Mode, resolved.compile), self.sizes.num_slots)
         self._in_flight: deque[tuple[StepPlan, Ticket[StepResult]]] = deque()
         self._late: list[Request] = []  # ended, but the step broke off before it said so
         self._seeds = SeedSource(config.seed)
@@ -306,6 +309,7 @@ class Engine:
         """Abort what is queued and end the device's thread. The engine cannot be used afterwards."""
         self.abort(list(self.requests.values()))
         self._recover()
+        self.runner.close()
         self.device.close()
 
     def check_idle(self) -> None:

@@ -43,7 +43,7 @@ def load_engine(config: EngineConfig) -> Engine:
     if model_config.engram_layer_ids:
         classes = model_config.engram_compressed_vocab_size
         token_map = torch.from_numpy(engram_token_map(tokenizer, model_config.vocab_size, num_classes=classes))
-    model = Transformer(model_config, weights, token_map, numerics=config.numerics)
+    model = Transformer(model_config, weights, token_map, numerics=config.numerics, donate=True)
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     engine = Engine(config, model_config, model, tokenizer, SamplingParams.defaults_of(folder))
     seconds = time.monotonic() - begin

@@ -35,10 +35,12 @@ class DraftOutputs:
 class Draft:
     """The draft stages of a checkpoint; embedding, head and norms' eps are the target's."""
 
-    def __init__(self, target: Transformer, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, target: Transformer, tensors: Mapping[str, Tensor], donate: bool = False) -> None:
         config = target.config
         self.config, self.ops, self.target = config, target.ops, target
-        self.stages = [(spec, layer_weights(config, spec, tensors, target.numerics)) for spec in config.draft_layers]
+        self.stages = [
+            (spec, layer_weights(config, spec, tensors, target.numerics, donate)) for spec in config.draft_layers
+        ]
         first, last = (
             Source(tensors, self.stages[0][0].name + "."),
             Source(tensors, self.stages[-1][0].name + "."),

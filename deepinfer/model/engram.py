@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.model.config import ModelConfig, engram_multipliers, engram_offsets, engram_primes
-from deepinfer.model.state import ModelState, Rows
+from deepinfer.model.state import Rows
 from deepinfer.model.weights import EngramWeights, Ops, linear, quantise
 
 
@@ -36,9 +36,9 @@ class EngramTables:
 
 
 def hash_rows(
-    ops: Ops, config: ModelConfig, tables: EngramTables, ids: Tensor, rows: Rows, state: ModelState
+    ops: Ops, config: ModelConfig, tables: EngramTables, ids: Tensor, rows: Rows, history: Tensor
 ) -> list[Tensor]:
-    """Table rows int64 [T, columns] of each Engram layer, from ids int32 [T]; remembers the ids."""
+    """Table rows int64 [T, columns] of each Engram layer, from ids int32 [T]; remembers the ids in `history`."""
     tokens = ops.engram_lookback(
         ids,
         rows.positions,
@@ -46,12 +46,12 @@ def hash_rows(
         rows.run_start,
         rows.is_image,
         tables.token_map,
-        state.history,
+        history,
         tables.pad_id,
         config.engram_max_ngram_size,
     )
     own = torch.where(rows.is_image, -1, ids).unsqueeze(1)
-    ops.ring_write(state.history.unsqueeze(2), own, rows.slots, rows.positions, rows.run_last)
+    ops.ring_write(history.unsqueeze(2), own, rows.slots, rows.positions, rows.run_last)
     return [
         ops.engram_rows(tokens, tables.multipliers[i], tables.primes[i], tables.offsets[i])
         for i in range(len(config.engram_layer_ids))

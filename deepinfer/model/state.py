@@ -182,7 +182,7 @@ class StepInputs:
     run_start: Tensor  # int32 [T], index of the run's first row
     is_image: Tensor  # bool [T], the row lies inside an image span
     window_floor: Tensor  # int32 [T], oldest window key that exists for the layers after the last KV source
-    logit_rows: Tensor  # int64 [S], rows whose logits are wanted, ascending, may repeat (each one kept)
+    logit_rows: Tensor | None  # int64 [S], rows whose logits are wanted, ascending, may repeat (each kept); None: all
     kept: Tensor | None = None  # int64 [Tk], rows the decoder half runs on, ascending; None: all
     image_rows: Tensor | None = None  # int64 [N], rows whose embedding is replaced
     image_embeds: Tensor | None = None  # [N, hidden]

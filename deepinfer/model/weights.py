@@ -123,14 +123,22 @@ class Source:
 
 
 def layer_weights(
-    config: ModelConfig, spec: LayerSpec, tensors: Mapping[str, Tensor], numerics: str = "exact"
+    config: ModelConfig, spec: LayerSpec, tensors: Mapping[str, Tensor], numerics: str = "exact", donate: bool = False
 ) -> LayerWeights:
-    """The parameters of one block or draft stage; in quantised numerics in the layout that the device's ops read."""
+    """The parameters of one block or draft stage; in quantised numerics in the layout that the device's ops read.
+
+    donate: rearrange `tensors` in place. Experts are nine tenths of the model: there is no room for two layouts.
+    """
     s = Source(tensors, spec.name + ".")
     bias = s["ffn.gate.bias"]
     experts = (*s.fp8("ffn.experts.w13"), *s.fp8("ffn.experts.w2"))
     if numerics == "quantised":
-        experts = registry.prepare("experts", experts[0].device.type, *experts)
+        prepared = registry.prepare("experts", experts[0].device.type, *experts)
+        if donate:
+            for own, new in zip(experts, prepared, strict=True):
+                own.copy_(new)
+        else:
+            experts = prepared
     return LayerWeights(
         attn_norm=s["attn_norm.weight"],
         ffn_norm=s["ffn_norm.weight"],

@@ -22,13 +22,24 @@ from deepinfer.errors import EngineError
 T = TypeVar("T")
 
 
+class Pending(Generic[T]):
+    """What work returns that was launched but has not ended: `finish` waits for it and gives the result.
+
+    It runs in the thread that wants the result, so the device's thread can launch the next work meanwhile; once, but
+    for one that was interrupted (Ctrl-C): the work goes on, so it is waited for again.
+    """
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self.finish = finish
+
+
 class Ticket(Generic[T]):
     """A result that arrives later."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
+    def __init__(self, work: Callable[[], T | Pending[T]]) -> None:
+        self._work: Callable[[], T | Pending[T]] | None = work
         self._done = threading.Event()
-        self._result: T | None = None
+        self._result: T | Pending[T] | None = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -42,15 +53,21 @@ class Ticket(Generic[T]):
 
     @property
     def done(self) -> bool:
+        """Whether it was launched at least."""
         return self._done.is_set()
 
     def settle(self) -> None:
         """Wait until the work has ended, well or not."""
         self._done.wait()
+        if isinstance(self._result, Pending):
+            try:
+                self._result = self._result.finish()
+            except Exception as error:
+                self._result, self._error = None, error
 
     def wait(self) -> T:
         """The result; raises what the work raised."""
-        self._done.wait()
+        self.settle()
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
@@ -64,7 +81,7 @@ class Device:
         self._queue: queue.SimpleQueue[Ticket[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+    def submit(self, work: Callable[[], T | Pending[T]]) -> Ticket[T]:
         """Queue work behind all work submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name="deepinfer-device", daemon=True)
@@ -81,9 +98,29 @@ class Device:
             self._thread.join()
             self._thread = None
 
+    def synchronize(self) -> None:
+        """Wait until the device has done everything that was launched."""
+        if self.torch.type != "cpu":
+            getattr(torch, self.torch.type).synchronize(self.torch)
+
     def host_buffer(self, size: int) -> torch.Tensor:
         """int32 [size] on the host, from which the device can copy without help of the host (pinned)."""
         return torch.empty(size, dtype=torch.int32, pin_memory=self.torch.type == "cuda")
+
+    def to_host(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start copying `tensor` into the first elements of the pinned `buffer` behind what was launched; returns what
+        waits for it and gives them.
+        """
+        target = buffer[: tensor.numel()]
+        target.copy_(tensor.view(-1), non_blocking=True)
+        event = torch.Event(device=self.torch.type)
+        event.record()
+
+        def arrived() -> torch.Tensor:
+            event.synchronize()
+            return target
+
+        return arrived
 
     def free_memory(self) -> int:
         """Bytes that can be allocated on the device now."""

@@ -38,7 +38,7 @@ class MockRunner(Runner):
     step_s = 0.0
     busy_s = 0.0
 
-    def _run(self, plan: StepPlan, buffer: Any) -> StepResult:
+    def _run(self, plan: StepPlan, *_: Any) -> StepResult:
         begin = time.perf_counter()
         if self.step_s:
             time.sleep(self.step_s)

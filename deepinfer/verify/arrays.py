@@ -309,7 +309,9 @@ def _sublayers(bench: Bench) -> Iterator[tuple[str, Tensor]]:
     step, state = bench.step(g["p1.ids"], 0), bench.state("quantised", g["p1.ids"].shape[0])
     entries = blocks = None
     all_rows = model.prepare(step)
-    hashes = engram.hash_rows(model.ops, c, model.engram, step.ids, all_rows, state) if model.engram is not None else []
+    hashes = []
+    if model.engram is not None:
+        hashes = engram.hash_rows(model.ops, c, model.engram, step.ids, all_rows, state.history)
     streams, pre = hyper_connections.expand(c, model.embed[step.ids.long()[rows]].to(model.dtype))
     text = torch.zeros(rows.shape[0], dtype=torch.bool, device=dev)
     for spec, w in model.layers:

@@ -42,7 +42,7 @@ def rows_of(runs: list[tuple[int, int, int]], memory: ModelState) -> list[Tensor
     none = torch.zeros(0, dtype=torch.int64)
     step = StepInputs(ids, positions, slots, start, image, torch.zeros_like(ids), none)
     assert MODEL.engram is not None
-    tables = hash_rows(MODEL.ops, CONFIG, MODEL.engram, ids, MODEL.prepare(step), memory)
+    tables = hash_rows(MODEL.ops, CONFIG, MODEL.engram, ids, MODEL.prepare(step), memory.history)
     return list(torch.stack(tables, 1).split(counts.tolist()))
 
 
@@ -95,7 +95,7 @@ def test_a_padded_id_is_the_pad_id() -> None:
         ids, torch.arange(2, dtype=torch.int32), one, one, torch.zeros(2) > 0, one, torch.zeros(0, dtype=torch.int64)
     )
     assert MODEL.engram is not None
-    tables = hash_rows(MODEL.ops, CONFIG, MODEL.engram, ids, MODEL.prepare(step), memory)
+    tables = hash_rows(MODEL.ops, CONFIG, MODEL.engram, ids, MODEL.prepare(step), memory.history)
     sizes = torch.tensor(CONFIG.engram_num_embeddings)
     assert all(int(t.min()) >= 0 and int(t.max()) < n for t, n in zip(tables, sizes, strict=True))
     assert torch.equal(torch.cat((*first, *rows_of([(1, 9, 30)], memory))), WHOLE)
