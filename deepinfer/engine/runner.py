@@ -307,9 +307,9 @@ class Runner:
         if bucket is not None and plain.all():
             ids = self.draws[filtered].replay(bucket)[: len(slots)]
         else:
-            where = self._upload(at[plain])
-            own = self._upload(slots[plain])
-            positions = self._upload(self._positions(plan)[plain])
+            where = self.device.upload(at[plain])
+            own = self.device.upload(slots[plain])
+            positions = self.device.upload(self._positions(plan)[plain])
             ids = self.table.sample(logits[where], own, positions, filtered)
             self.last_tokens[own] = ids.clamp_min(0).to(torch.int32)
         arrived = self.device.to_host(ids, self._results[plan.step % len(self._results)])
@@ -339,10 +339,10 @@ class Runner:
         slots, at = plan.sample_slots[picked], plan.sample_logits[picked]
         rows = [row for slot in slots.tolist() if (row := self._rows[slot]) is not None]
         everything = len(at) == len(logits) and bool((at == np.arange(len(at))).all())
-        drawn = sampler.sample(logits if everything else logits[self._upload(at)], rows)
+        drawn = sampler.sample(logits if everything else logits[self.device.upload(at)], rows)
         tokens[picked] = np.fromiter((one.token_id for one in drawn), np.int64, len(drawn))
         valid = np.maximum(tokens[picked], 0).astype(np.int32)  # a failed row may run once more: any id will do
-        self.last_tokens[self._upload(slots)] = self._upload(valid)
+        self.last_tokens[self.device.upload(slots)] = self.device.upload(valid)
         details = {}
         for i, row, one in zip(picked.tolist(), rows, drawn, strict=True):
             row.append(one.token_id)
@@ -355,9 +355,6 @@ class Runner:
 
     def _result_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int64, pin_memory=self.device.torch.type == "cuda")
-
-    def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self.device.torch)
 
     @staticmethod
     def _prompt_logprobs(wanted: PromptLogprobs, logits: Tensor) -> list[dict[int, Logprob]]:

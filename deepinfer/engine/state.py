@@ -13,7 +13,6 @@ import math
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.engine.sampler import SamplingRow
@@ -50,9 +49,9 @@ class SamplingTable:
                 masses[i] = p.top_p
                 slots.append(slot)
         if slots:
-            index = self._upload(np.array(slots))
-            self.words[index] = self._upload(words[: len(slots)])
-            self.top_p[index] = self._upload(masses[: len(slots)])
+            index = self.device.upload(np.array(slots))
+            self.words[index] = self.device.upload(words[: len(slots)])
+            self.top_p[index] = self.device.upload(masses[: len(slots)])
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, filtered: bool) -> Tensor:
         """Ids int64 [M] of logits float32 [M, V] (changed in place): slots int64 [M], positions int32 [M] of the tokens
@@ -78,12 +77,6 @@ class SamplingTable:
         )
         found: Tensor = ids
         return found
-
-    def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        host = torch.from_numpy(array)
-        if self.device.torch.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device.torch, non_blocking=True)
 
 
 def _plain(row: SamplingRow) -> bool:

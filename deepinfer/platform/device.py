@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
+from numpy.typing import NDArray
 
 from deepinfer.errors import EngineError
 
@@ -106,6 +107,13 @@ class Device:
     def host_buffer(self, size: int) -> torch.Tensor:
         """int32 [size] on the host, from which the device can copy without help of the host (pinned)."""
         return torch.empty(size, dtype=torch.int32, pin_memory=self.torch.type == "cuda")
+
+    def upload(self, array: NDArray[Any]) -> torch.Tensor:
+        """The array on the device, without waiting for what was launched before: a copy from pinned memory there."""
+        host = torch.from_numpy(array)
+        if self.torch.type != "cpu":
+            host = host.pin_memory()
+        return host.to(self.torch, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start copying `tensor` into the first elements of the pinned `buffer` behind what was launched; returns what
