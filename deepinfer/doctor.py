@@ -32,7 +32,7 @@ ISA = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 CANN_VERSION = re.compile(r"^\s*\w*version\w*\s*=\s*[\[\w:]*?(\d+\.\d[\w.]*)", re.I | re.M)
 DEVICES: dict[str, str] = {  # what this version does there
     "cpu": "works; C++ ops, tested",
-    "cuda": "works on SM90 (kernels ran on an H200); SM100: every kernel compiles, none was run",
+    "cuda": "SM90: kernels checked on an H200, the engine last with earlier forms of them; SM100: compiled, not run",
     "npu": "reference ops only, not run on hardware",
 }
 

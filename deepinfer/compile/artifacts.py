@@ -59,7 +59,8 @@ def key(device: torch.device) -> str:
 
 def use(device: torch.device) -> Path | None:
     """Make Inductor and Triton keep their code in the folder of this content; None where the user chose other ones."""
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ or "TRITON_CACHE_DIR" in os.environ:
+    chosen = (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR"))
+    if any(value is not None and not value.startswith(str(root())) for value in chosen):
         return None
     folder = root() / key(device)
     try:
@@ -72,13 +73,6 @@ def use(device: torch.device) -> Path | None:
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     trim(keep=folder)
     return folder
-
-
-def forget() -> None:
-    """Undo `use` in this process: tests, and engines of another device."""
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        if os.environ.get(name, "").startswith(str(root())):
-            del os.environ[name]
 
 
 def listed() -> list[Artifact]:

@@ -1,19 +1,11 @@
-"""Row counts that graphs are captured for, and how rows are padded to them.
+"""Row counts that graphs are captured for.
 
-Belongs here: sizes and padding policies. Does not belong here: graphs.
+Belongs here: sizes. Does not belong here: graphs.
 """
 
 from __future__ import annotations
 
 import bisect
-import enum
-
-
-class Padding(enum.Enum):
-    """What the padded tail of a buffer holds. Every padded buffer names one; none holds -1 as a slot or page."""
-
-    ZERO = 0  # slot 0, page 0, position 0, floor 0: rows that write to and read from memory that nobody owns
-    OWN_INDEX = 1  # the row's own index: every padded row is a run of its own
 
 
 def row_buckets(most: int) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ class Lowered:
 class Captured:
     """`fn(*arguments)` compiled at its first call.
 
-    Arguments are trees (tree.py) of tensors and static values; tensors of `dynamic` ones have a dynamic first size.
+    Arguments are trees (tree.py) of tensors and static values.
     Every later call must bring the same tree. Results are a tree of tensors.
     """
 
@@ -88,18 +88,17 @@ class Captured:
         self._result: Any = None
         self._sources: list[int | None] = []  # of each result: the input that it is, or None
 
-    def __call__(self, arguments: tuple[Any, ...], tensors: list[Tensor], dynamic: list[Tensor]) -> Any:
-        """tensors: those of `arguments` in order; dynamic: which of them grow with the rows of a step."""
+    def __call__(self, arguments: tuple[Any, ...], tensors: list[Tensor], dynamic: int) -> Any:
+        """tensors: those of `arguments` in order; dynamic: how many of the first may have another first size later."""
         if self.lowered is None:
             self._capture(arguments, tensors, dynamic)
         assert self.lowered is not None
         fresh = iter(self.lowered(tensors))
         return tree.rebuild(self._result, (next(fresh) if i is None else tensors[i] for i in self._sources))
 
-    def _capture(self, arguments: tuple[Any, ...], tensors: list[Tensor], dynamic: list[Tensor]) -> None:
+    def _capture(self, arguments: tuple[Any, ...], tensors: list[Tensor], dynamic: int) -> None:
         shape, fn = tree.template(arguments), self.fn
         tensors = _distinct(tensors)
-        dynamic = [t for t in tensors if any(t.data_ptr() == d.data_ptr() and t.shape == d.shape for d in dynamic)]
         result = fn(*tree.rebuild(shape, iter(tensors)))  # run once: what it returns, kernels that compile at first use
         places = {id(t): i for i, t in enumerate(tensors)}
         self._result, self._sources = tree.template(result), [places.get(id(t)) for t in tree.flatten(result, [])]
@@ -109,8 +108,9 @@ class Captured:
             results = tree.flatten(fn(*tree.rebuild(shape, iter(inputs))), [])
             return [t for t, is_input in zip(results, passed) if not is_input]  # noqa: B905
 
-        for t in dynamic:
-            torch._dynamo.mark_dynamic(t, 0)
+        for t in tensors[:dynamic]:
+            if t.dim() and t.shape[0] > 1:
+                torch._dynamo.mark_dynamic(t, 0)
         name = f"{self.name}_{next(_names)}"  # Dynamo keeps what it compiled by code object: one of our own each
         function = types.FunctionType(
             flat.__code__.replace(co_name=name), flat.__globals__, name, None, flat.__closure__
@@ -124,7 +124,7 @@ class Captured:
         if self.lowered is None:
             raise EngineError(f"torch.compile traced nothing of {self.name}: was it disabled (TORCH_COMPILE_DISABLE)?")
         counters.add("compiled")
-        counters.add("from_cache", int(_generated() == misses))
+        counters.add("generated", _generated() - misses)
         logger.debug("%s: %d ops, passes %s", name, self.lowered.num_ops, self.lowered.matches)
 
     def _lower(self, module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:

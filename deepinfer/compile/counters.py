@@ -14,10 +14,9 @@ from deepinfer.errors import EngineError
 
 NAMES = (
     "compiled",  # functions traced by torch.compile and lowered
-    "from_cache",  # of these, without generating code: all of Inductor's graphs came from its cache on disk
+    "generated",  # graphs that Inductor made code for: those that its cache on disk did not hold
     "captured",  # graphs captured
     "replayed",  # graph replays
-    "fallbacks",  # steps that a graph could have run but for their shape or options
 )
 _counts: Counter[str] = Counter()
 _lock = threading.Lock()

@@ -105,5 +105,5 @@ class BucketGraphs(Generic[R]):
 
 
 def empty_inputs(fields: int, rows: int, device: torch.device) -> Tensor:
-    """The input buffer [fields, rows], zeros: Padding.ZERO in every field."""
+    """The input buffer [fields, rows], zeros: a padded row is of slot 0 and page 0, which nobody owns."""
     return torch.zeros((fields, rows), dtype=torch.int32, device=device)

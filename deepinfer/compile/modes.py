@@ -73,9 +73,7 @@ class Compiled:
         if captured is None:
             captured = self.captured[key] = Captured(name, fn, self.options)
         tensors = tree.flatten(arguments, [])
-        if captured.lowered is not None:
-            return captured((), tree.flatten(fixed, tensors), [])
-        dynamic = [t for t in tensors if t.dim() and t.shape[0] > 1]
+        dynamic = len(tensors)
         return captured((*arguments, *fixed), tree.flatten(fixed, tensors), dynamic)
 
 
@@ -113,7 +111,9 @@ class _Parts:
             weights = self._weights[id(w)] = (w, tree.flatten(w, []))
         if self._rows[0] is not rows:
             self._rows = (rows, tree.flatten(rows, []))
-        return self._call(kind, "layer", layer, (carry, _Flat(rows, self._rows[1]), memory, *rest), (_Flat(*weights),))
+        return self._call(
+            kind, "layer", layer, (carry, tree.Flat(rows, self._rows[1]), memory, *rest), (tree.Flat(*weights),)
+        )
 
     def run_layers(self, part: int, kinds: Sequence[LayerKind], weights: Sequence[LayerWeights], *rest: Any) -> Any:
         def layers(carry: Carry, rows: Rows, *rest: Any) -> Any:
@@ -121,11 +121,8 @@ class _Parts:
 
         flat = self._lists.get(part)
         if flat is None:
-            flat = self._lists[part] = _Flat(list(weights), tree.flatten(list(weights), []))
+            flat = self._lists[part] = tree.Flat(list(weights), tree.flatten(list(weights), []))
         return self._call(("layers", part, tuple(kinds)), f"layers{part}", layers, rest, (flat,))
-
-
-_Flat = tree.Flat
 
 
 def warm_up(model: Transformer, run: Callable[[StepInputs], Any], rows: int, keep: int) -> None:

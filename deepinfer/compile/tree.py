@@ -40,7 +40,7 @@ def flatten(tree: Any, out: list[Tensor]) -> list[Tensor]:
 
 
 def template(tree: Any) -> Any:
-    """The shape of `tree` without its tensors: what `rebuild` needs, comparable and hashable if its leaves are."""
+    """The shape of `tree` without its tensors: what `rebuild` needs."""
     if isinstance(tree, Tensor):
         return Tensor
     if isinstance(tree, Flat):

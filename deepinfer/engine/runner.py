@@ -93,7 +93,7 @@ class Runner:
         self.draws: dict[bool, BucketGraphs[Tensor]] = {}  # ids [bucket]; by whether rows filter
         self._rows: list[sampler.SamplingRow | None] = [None] * num_slots
         self._buffers = [device.host_buffer(FIRST_BUFFER) for _ in range(in_flight)]
-        self._results = [self._result_buffer(num_slots) for _ in range(in_flight)]
+        self._results = [device.host_buffer(num_slots, torch.int64) for _ in range(in_flight)]
         self._broken = False
 
     # ---- compiled functions and graphs ----
@@ -106,8 +106,9 @@ class Runner:
             return
         begin = time.perf_counter()
         if isinstance(self.model, Transformer):
-            artifacts.use(self.device.torch)
             self.compiled = Compiled(self.model, mode)
+            if self.compiled.options.inductor:
+                artifacts.use(self.device.torch)
             if mode != "graph":
                 with torch.inference_mode():
                     warm_up(self.model, lambda step: self.model.forward(step, self.state), WARM_ROWS, WARM_KEEP)
@@ -352,9 +353,6 @@ class Runner:
 
     def _prompts(self, plan: StepPlan, logits: Tensor) -> list[tuple[PromptLogprobs, list[dict[int, Logprob]]]]:
         return [(p, self._prompt_logprobs(p, logits)) for p in plan.prompt_logprobs]
-
-    def _result_buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int64, pin_memory=self.device.torch.type == "cuda")
 
     @staticmethod
     def _prompt_logprobs(wanted: PromptLogprobs, logits: Tensor) -> list[dict[int, Logprob]]:

@@ -61,15 +61,19 @@ class SamplingRow:
     forbidden_ids: Sequence[int] = ()
     eos_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
+    processed: bool = field(init=False)
     just_highest: bool = field(init=False)
     _prompt_set: NDArray[np.int64] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """just_highest: the token of the highest logit is the answer, unless that is forbidden."""
+        """processed: more than `forbidden_ids` changes its logits. just_highest: the token of the highest logit is the
+        answer, unless that is forbidden.
+        """
         p = self.params
         penal = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
         masks = p.logit_bias or p.allowed_token_ids is not None or p.min_tokens or self.bad_word_ids
-        self.just_highest = p.greedy and not penal and not masks
+        self.processed = bool(penal or masks)
+        self.just_highest = p.greedy and not self.processed
 
     def append(self, token: int) -> None:
         """The token that was drawn for this position."""

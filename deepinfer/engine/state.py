@@ -38,7 +38,7 @@ class SamplingTable:
         floats = words.view(np.float32)
         for slot, row in rows:
             p = row.params
-            self.plain[slot] = _plain(row)
+            self.plain[slot] = not row.processed and p.logprobs is None
             self.filtered[slot] = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
             if self.plain[slot]:
                 i = len(slots)
@@ -77,10 +77,3 @@ class SamplingTable:
         )
         found: Tensor = ids
         return found
-
-
-def _plain(row: SamplingRow) -> bool:
-    p = row.params
-    penal = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
-    masks = p.logit_bias or p.allowed_token_ids is not None or p.min_tokens or row.bad_word_ids
-    return not (penal or masks) and p.logprobs is None

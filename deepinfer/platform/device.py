@@ -104,9 +104,9 @@ class Device:
         if self.torch.type != "cpu":
             getattr(torch, self.torch.type).synchronize(self.torch)
 
-    def host_buffer(self, size: int) -> torch.Tensor:
-        """int32 [size] on the host, from which the device can copy without help of the host (pinned)."""
-        return torch.empty(size, dtype=torch.int32, pin_memory=self.torch.type == "cuda")
+    def host_buffer(self, size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """`dtype` [size] on the host, from which the device can copy without help of the host (pinned)."""
+        return torch.empty(size, dtype=dtype, pin_memory=self.torch.type == "cuda")
 
     def upload(self, array: NDArray[Any]) -> torch.Tensor:
         """The array on the device, without waiting for what was launched before: a copy from pinned memory there."""

@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+from deepinfer.compile.modes import MODES
 from deepinfer.errors import ConfigError
+from deepinfer.model.synthetic import named_config
 from deepinfer.studies import report
 
 STEPS, WARM, ROUNDS = 40, 10, 7
@@ -31,6 +33,11 @@ def run(model: str, device: str, modes: tuple[str, ...] | None, rows: int, resul
     """Measure `modes` of a synthetic model and print the table and the JSON document."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device is {device!r}; the study runs on cpu or cuda")
+    if rows < 1:
+        raise ConfigError(f"rows is {rows}; a step has at least one")
+    named_config(model)  # unknown names are told before a process starts
+    if unknown := set(modes or ()) - set(MODES):
+        raise ConfigError(f"mode {', '.join(sorted(unknown))} is none of {', '.join(MODES)}")
     modes = modes or (("eager", "layer", "model") if device == "cpu" else ("eager", "layer", "model", "graph"))
     out = report.Report(
         "capture",
@@ -52,7 +59,8 @@ def run(model: str, device: str, modes: tuple[str, ...] | None, rows: int, resul
             cold_s=round(cold["start_s"], 2),
             warm_s=round(warm["start_s"], 2),
             compiled=cold["compiled"],
-            generated_warm=warm["compiled"] - warm["from_cache"],
+            generated=cold["generated"],
+            generated_warm=warm["generated"],
             capture_s=round(warm["capture_s"], 2),
             host_us=round(warm["host_us"], 1),
             **{name: warm[name] for name in ("captured", "capture_bytes", "ops", "kernels", "passes")},
@@ -72,7 +80,9 @@ def _child(folder: str, model: str, device: str, mode: str, rows: int) -> dict[s
         text=True,
     )
     if done.returncode:
-        raise ConfigError(f"mode {mode} of {model} on {device} failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise ConfigError(
+            f"mode {mode} of {model} on {device} failed: {(done.stderr.strip().splitlines() or [''])[-1]}"
+        )
     return cast(dict[str, Any], json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -115,7 +125,7 @@ def one(model_name: str, device: str, mode: str, rows: int) -> dict[str, Any]:
         "step_us": median,
         "host_us": host,
         "compiled": counts["compiled"],
-        "from_cache": counts["from_cache"],
+        "generated": counts["generated"],
         "captured": counts["captured"],
         "capture_s": captured.cost.seconds if captured else 0.0,
         "capture_bytes": captured.cost.bytes if captured else 0,

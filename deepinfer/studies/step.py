@@ -267,6 +267,7 @@ def run(
     trace: str | None = None,
 ) -> None:
     """Measure decode and prefill steps of a synthetic model and write the report."""
+    config = synthetic.named_config(model_name)
     rates = harness.ceilings()
     out = report.Report(
         name,
@@ -276,7 +277,7 @@ def run(
         **rates,
     )
     begin = time.perf_counter()
-    model = random_model(synthetic.named_config(model_name), "cuda")
+    model = random_model(config, "cuda")
     layers = model.config.num_hidden_layers
     print(f"{model_name}: weights drawn in {time.perf_counter() - begin:.1f} s", flush=True)
     bench = Bench(model, max(rows, default=1), max((*contexts, *prefill)), mode)

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from deepinfer.ops import registry
@@ -70,6 +69,3 @@ def replace(old: Node, new: Node) -> None:
     if "example_value" in old.meta:
         new.meta["example_value"] = old.meta["example_value"]
     old.replace_all_uses_with(new)
-
-
-Tensors = tuple[torch.Tensor, ...]

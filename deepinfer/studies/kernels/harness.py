@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from deepinfer.errors import ConfigError
 from deepinfer.studies import report
 
 FAMILIES = ("experts", "linear", "attention", "indexer", "hyper", "cache", "engram", "sampling", "vision", "tilelang")
@@ -70,7 +71,9 @@ def graph_time_us(make: Make) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Copy bandwidth in GB/s and matmul rates in TFLOP/s, measured now."""
+    """Copy bandwidth in GB/s and matmul rates in TFLOP/s, measured now; ConfigError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError("this study needs an NVIDIA GPU and finds none; `deepinfer doctor --device cuda` says why")
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy = _event_us(lambda: target.copy_(source))
